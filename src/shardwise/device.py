@@ -74,7 +74,7 @@ def check_device(kind: str, asked: str = "device", also: str = "") -> None:
 
 
 def describe() -> str:
-    """Returns what a run has here: `torch 2.13.0+cpu, 2 CPU cores, no accelerator`."""
+    """Returns a line on versions and devices here: `torch 2.13.0+cpu, 2 CPU cores, no accelerator`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     kind, count = accelerator(), device_count()
     devices = "no accelerator" if kind is None else f"{count} x {device_name(current_device()) or kind.type}"
@@ -206,7 +206,7 @@ def forget_settings() -> None:
 
 
 def profiler_activities(device: torch.device) -> list[Any]:
-    """Returns what torch's profiler watches of work on this device."""
+    """Returns the activities (CPU, and the device's kind) that torch's profiler records here."""
     from torch.profiler import ProfilerActivity
 
     own = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU"}.get(device.type, "PrivateUse1")

@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank contributes what all ranks of the inner axes have alike: losses, weights, samples."""
+        """Whether this rank counts the losses, weights and samples that all ranks of the inner axes have alike."""
         return all(axis.index == 0 for axis in self.inner)
 
     @property

@@ -129,7 +129,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Task:
-    """What to train. Every field is plain Python and PyTorch and runs unmodified under every plan.
+    """Model, data, loss and optimizer, in ordinary PyTorch, which runs unmodified under every plan.
 
     model      builds the module; also called with large tensors deferred, so it should not read their values
     loss       (output, batch) -> (sum, weight) or (sum, weight, {name: extra}); an extra is a sum that shares

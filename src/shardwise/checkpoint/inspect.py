@@ -54,7 +54,7 @@ def opened(path: str | Path) -> Stored:
 
 
 def summary(path: str | Path) -> dict[str, Any]:
-    """Returns what is in a checkpoint: step, plan, and of each kind of tensor how many, with elements and bytes."""
+    """Returns a checkpoint's contents: step, plan, and for each kind of tensor their number, elements and bytes."""
     folder = find(path)
     content = manifest.read(folder)
     kinds: dict[str, dict[str, int]] = {}

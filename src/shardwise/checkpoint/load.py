@@ -39,7 +39,7 @@ MOST = 3  # names told of each kind of difference
 
 @dataclass
 class Restored:
-    """What was loaded: the checkpoint's folder, its manifest, notices, and damaged checkpoints before it."""
+    """A loaded checkpoint: its folder, its manifest, notices, and damaged checkpoints that were passed over."""
 
     folder: Path
     manifest: Manifest

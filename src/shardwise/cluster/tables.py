@@ -133,7 +133,7 @@ class BetweenTable:
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
-    """Returns what a figure at grid point `near` is scaled to: `value` beyond the grid, else `near` itself."""
+    """Returns the size to which a figure at grid point `near` is scaled: `value` beyond the grid, else `near`."""
     return near if min(grid) <= value <= max(grid) else value
 
 

@@ -30,7 +30,7 @@ PRELOAD = ["torch", "shardwise.data.workers"]
 
 @dataclass
 class _Reader:
-    """What a worker holds: reads the step that stands at [start, stop)."""
+    """The data set of a worker: reads the step that stands at [start, stop)."""
 
     steps: Steps
 

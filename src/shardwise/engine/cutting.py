@@ -277,7 +277,7 @@ def _agree(cut: StagePlacement, mesh: Mesh) -> None:
 
 
 def _notices(cut: StagePlacement, notice: str) -> list[str]:
-    """Returns what the user reads of the cut: where stages begin, their shares of the work, and how long ranks wait."""
+    """Returns notices on the cut: where stages begin, their shares of the work, and how long ranks wait."""
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     entries = [stage.entry.call for stage in cut.stages if stage.entry is not None]

@@ -188,7 +188,7 @@ def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
 
 
 def _by_name(positions: Positions) -> str:
-    """Returns what to write in `Task` for dims that are positions though the module runs on one length alone."""
+    """Returns the `Task(sequence=...)` to write for dims of positions, of a module that runs on one length alone."""
     pairs = zip(positions.names, positions.cuts, strict=True)
     dims = ", ".join(f'"{name}": {cuts[0][0]}' for name, cuts in pairs if cuts)
     return f"Task(sequence={{{dims}}}) says that they are positions, of a module that runs on one length alone"

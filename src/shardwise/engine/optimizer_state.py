@@ -96,7 +96,7 @@ def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tenso
 
 
 class _Form:
-    """How the state of one parameter is made of what the ranks hold, the same on all ranks that meet in collectives.
+    """The recipe for one parameter's whole state from the ranks' shares, the same on all ranks that exchange them.
 
     template  the state with numbers for tensors; None: there is none
     from_table  tensors of one element, by number: they came with the table

@@ -247,7 +247,7 @@ class _Spread:
 def _spread(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any, samples: int | None
 ) -> _Spread:  # fmt: skip
-    """Returns what the plan spreads of the module, found from a few samples. Collective."""
+    """Returns the `_Spread` of the module: cut weights, dealt experts, cut positions, by a few samples. Collective."""
     spread = _Spread()
     # In this order: tp cuts the inside of what ep deals, and positions are tried with tp's cuts in place.
     if plan.ep > 1:

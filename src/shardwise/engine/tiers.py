@@ -87,7 +87,7 @@ def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Pl
 
 
 def _units(state: RankState) -> list[Unit]:
-    """Returns what moves together, in the order of the optimizer's parameters: one, or the pieces of a bucket."""
+    """Returns the `Unit`s that move together, in the optimizer's order: a parameter each, or a bucket's pieces."""
     # a device's masters stay: their gradients lie beside them, and torch has no gradient on another device
     masters = state.technique.wide_masters() if state.owners is None and on_host(state.device) else []
     states_by_kind: dict[tuple, dict] = {}

@@ -279,7 +279,7 @@ def _draw_text(path: str, op: str) -> str:
 
 
 def bar_of(dtype: torch.dtype) -> float:
-    """Returns what rounding may change in a result of this dtype, as a part of it; float32 is less under autocast."""
+    """Returns the relative error that rounding may cause in this dtype (of float32 under autocast that of 16 bits)."""
     # under autocast float32 weights compute in 16 bits
     narrow = dtype == torch.float32 and any(autocast_states())
     return 5e-2 if narrow else {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)

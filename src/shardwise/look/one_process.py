@@ -294,5 +294,5 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def needs_gradients(error: Exception) -> bool:
-    """Whether this error is that of a forward that takes gradients itself and ran under no_grad."""
+    """Whether an error is that of a forward that takes gradients itself and ran under no_grad."""
     return isinstance(error, RuntimeError) and "does not require grad" in str(error)

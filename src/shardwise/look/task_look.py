@@ -31,7 +31,7 @@ from shardwise.trace.outside_reads import OutsideReads
 
 
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
-    """Returns what a few samples show before the first step. Collective. Raises what would not equal one process."""
+    """Returns `Findings` of a few samples before the first step; raises where a run would not equal one process."""
     task, share = state.task, partial(_on_all_stages, state)
     sample = few_samples(task, state.plan, state.mesh.data, state.device)
     state.notices += [] if task.batch is None else costly(sample)

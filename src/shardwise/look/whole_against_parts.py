@@ -93,7 +93,7 @@ def look_at_many(
     module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype, scores: bool,
     joined: Callable[[], Loss] | None = None, functions: Functions = (),
 ) -> list[str]:  # fmt: skip
-    """Returns what differs between a batch and its parts, as text.
+    """Returns the differences between a run on a batch and on its parts, as lines of text; [] for none.
 
     scores  attention has dropout
     joined  for a loss that does not add up over samples: after the whole and its parts, the loss on what they gave

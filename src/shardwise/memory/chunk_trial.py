@@ -70,7 +70,7 @@ class _Watch(TorchDispatchMode):
 
 
 def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
-    """Returns what a call does with positions, cached by its arguments' shapes and cuts.
+    """Returns the `Tried` of a call, from tensors without values; cached by its arguments' shapes and cuts.
 
     least  elements, beyond which a result waits
     """

@@ -48,7 +48,7 @@ class ChunkCounts:
 
 
 class _Here(threading.local):
-    """What waits in this thread; backward, which may compute a block again, runs in threads of its own.
+    """This thread's waiting calls; backward, which may compute a block again, runs in threads of its own.
 
     pending  calls whose results wait
     """
@@ -167,7 +167,7 @@ def _refuse_gradient(*gradients: torch.Tensor) -> None:
 
 
 def whole(tree: Any) -> Any:
-    """Returns the same tree, list or tensor with every `Waiting` tensor computed whole."""
+    """Returns a tree, list or tensor with every `Waiting` tensor in it computed whole."""
     if type(tree) is torch.Tensor:  # a model's output, mostly: a walk through a tree takes longer than all else here
         return tree
     return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)

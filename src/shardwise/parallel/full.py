@@ -404,7 +404,7 @@ class FullShard:
         return None
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Returns what replicas of shards hold between micro-batches: FSDP2 keeps it beside `.grad` until the last."""
+        """Returns the gradient shards that FSDP2 keeps beside `.grad` until the last micro-batch, under replicas."""
         return partial_reductions(self.module)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass
 class Phase:
-    """What kind of samples the engine runs now, for code inside the module that must know."""
+    """The kind of samples that the engine runs now, for code inside the module that must know."""
 
     stand_in: bool = False  # this rank runs a sample that counts nothing
     same: bool = False  # every rank runs the same samples, which count once

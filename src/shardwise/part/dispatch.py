@@ -121,7 +121,7 @@ def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
 
 
 def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:
-    """Whether this is backward of an operation that every rank did of whole tensors, whose gradient arrives cut.
+    """Whether an operation is the backward of one that every rank did on whole tensors, and its gradient arrives cut.
 
     Such an operation (a resize of learned places, a transform of what was gathered) had no cut input in forward, so
     its gradient has the size of what the rank held then. Over axes of positions alone: elsewhere cuts are derived.

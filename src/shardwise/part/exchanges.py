@@ -96,7 +96,7 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
 
 @dataclass(frozen=True)
 class _Way:
-    """What one rank sends and receives in a fetch."""
+    """The blocks that one rank sends and receives in a fetch."""
 
     send: tuple[np.ndarray, ...]  # to each rank: places among this rank's own indices
     counts: tuple[int, ...]  # received from each rank
@@ -109,7 +109,7 @@ class _Way:
 
 @lru_cache(REMEMBERED)
 def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
-    """Returns what rank `me` sends and receives in a fetch, where each rank wants the ranges `wanted[rank]`."""
+    """Returns the `_Way` of rank `me` in a fetch in which each rank wants the ranges `wanted[rank]`."""
     mine = owners.indices(me)
     send, alone = [], True
     for rank in range(owners.ranks):
@@ -212,7 +212,7 @@ class _Exchange:
         self.pending = all_to_all(self.flat, self.sent, received, sizes, axis, TAG, wait=False)
 
     def wait(self) -> torch.Tensor:
-        """Returns what arrived, flat, one sender after another; waits for it."""
+        """Returns the received elements, 1-d, one sender after another; waits for them."""
         self.pending.wait()
         del self.sent
         if self.kind.is_complex:

@@ -33,7 +33,7 @@ def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
 
 
 def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], answer: Callable[[], Any]) -> Any:
-    """Returns what the rule's `answer` gives, with the values of one process beside it where all inputs have them."""
+    """Returns the result of the rule `answer`, with one process's values beside it where all inputs have them."""
     whole = _of_whole(func, args, kwargs, inputs)
     output = answer()
     if whole is None:

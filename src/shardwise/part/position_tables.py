@@ -33,7 +33,7 @@ _MAKES = (torch.arange, torch.linspace)
 
 @dataclass(frozen=True, eq=False)
 class TableRecipe:
-    """How a table was made: an operation, its arguments (tables as recipes), the plain ones and their versions."""
+    """The making of a table: an operation, its arguments (tables as recipes), the plain tensors and their versions."""
 
     func: Callable
     args: tuple

@@ -215,7 +215,7 @@ def shown(value: object) -> str:
 
 
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
-    """Whether one of the first `LOOKED_AT` layouts meets the constraints."""
+    """Whether any of the first `LOOKED_AT` layouts meets the constraints."""
     some = islice(subject.layouts(world, constraints), LOOKED_AT)
     return any(not constraints.fixed or constraints.allows(plan_of(layout, _asked(constraints))) for layout in some)
 

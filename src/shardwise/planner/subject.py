@@ -150,7 +150,7 @@ LONG_S = 0.5  # one read that takes as long is enough
 
 @dataclass(frozen=True)
 class Reading:
-    """What a task's input costs, as timed on the machine that plans.
+    """The time that reading a task's input takes, as measured on the machine that plans.
 
     seconds   for one sample
     whole     every rank makes the global batch; else each reads its own samples

@@ -42,7 +42,7 @@ from shardwise.task import Task
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What a plan's blocks do for memory: whether they recompute, what of activations moves, and which they are."""
+    """The plan's choices on blocks' memory: recompute, the activations that move, and which modules are blocks."""
 
     recompute: str = "none"
     moved: str = "none"
@@ -50,7 +50,7 @@ class BlockMemory:
 
     @classmethod
     def of(cls, layout: Layout) -> BlockMemory:
-        """Returns those of a layout; `wrap` where it changes anything."""
+        """Returns the choices of a layout; with `wrap` where it changes anything."""
         moved = of_class(layout.offload, "activations")
         return cls(layout.recompute, moved, layout.wrap if (layout.recompute, moved) != ("none", "none") else ())
 

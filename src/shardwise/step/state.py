@@ -134,5 +134,5 @@ class RankState:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts the losses, weights and samples that it has; of ranks that have the same, one."""
+        """Whether this rank counts its losses, weights and samples: of ranks that have the same samples, one does."""
         return self.mesh.counts and (not self.same_samples or self.mesh.data.index == 0)

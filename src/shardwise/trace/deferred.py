@@ -245,7 +245,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
 
 
 def told_of_constructor(error: BaseException) -> str:
-    """Returns what a constructor raised and where, with what to leave out of one that picks a device or spreads."""
+    """Returns a constructor's error and its place, as text, with advice for one that picks a device or spreads."""
     text, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
     if of_a_device(error):
         return f"{text.rstrip('.')}. {LEAVE_OUT}"

@@ -237,7 +237,7 @@ def _size(value: Any) -> int:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor with memory for each element that is no weight (a recurrent layer has a list of those)."""
+    """Whether `value` is a tensor with memory for each element, and no weight (recurrent layers list theirs)."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return False
     return value.layout is not torch.strided or 0 not in value.stride()

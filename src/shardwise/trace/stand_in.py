@@ -83,7 +83,7 @@ def held_beside(module: nn.Module) -> set[str]:
 
 
 def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
-    """Returns the same object with its contents exchanged; of a tuple that changes, a new one."""
+    """Returns the object, its contents exchanged in place; a new tuple for one whose items change."""
     if isinstance(value, torch.Tensor):
         return made.get(id(value), value)
     if not deep or isinstance(value, nn.Module | type):

@@ -105,7 +105,7 @@ def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: in
 
 @dataclass(frozen=True)
 class CandidateCall:
-    """How a candidate was called: with rows of `width`, `k` experts each, and these arguments beside the tensors."""
+    """A candidate's call: rows of `width`, `k` experts each, and the arguments beside the tensors."""
 
     call: ExpertCall
     width: int

@@ -383,7 +383,7 @@ BY_NAME = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.b
 
 
 class Talk:
-    """What the stages of one rank say to those of its neighbours. `owner` gives each stage's rank on the axis."""
+    """Words (integers) between this rank's stages and their neighbours. `owner` gives each stage's rank on the axis."""
 
     def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
         self.owner, self.device = owner, device

@@ -228,7 +228,7 @@ def _by_heads(
 
 @dataclass(frozen=True)
 class _Read:
-    """Which key heads each rank's query heads read, where key heads are too few to be dealt."""
+    """The key heads that each rank's query heads read, where key heads are too few to be dealt."""
 
     axis: Axis
     owners: Owners  # of query heads over the axis

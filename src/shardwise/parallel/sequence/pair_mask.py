@@ -235,7 +235,7 @@ class Bare:
         return cls(identity, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> PairMask:
-        """Returns the same mask with these tensors in the places of those that its function closes over."""
+        """Returns the mask whose function closes over these tensors."""
         return _with_tensors(self.mask, tensors) if tensors else self.mask
 
 

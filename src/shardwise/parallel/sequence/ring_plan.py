@@ -137,7 +137,7 @@ def kinds_of(
     given_mask: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
     is_causal: bool,
 ) -> Mapping[tuple[Range, Range], str] | None:  # fmt: skip
-    """Returns what the mask (b, h, S, T) says of each pair of runs of queries and keys; None where it is not looked at.
+    """Returns the kind of each pair of runs under the mask (b, h, S, T); None where the mask is not looked at.
 
     given_mask  the one that attention was called with, of which `mask` is this rank's heads
 
@@ -243,7 +243,7 @@ class Layers:
     payload: torch.Tensor
 
     def shell(self) -> Layers:
-        """Returns the same description of the cuts, without the tensor's memory."""
+        """Returns a copy that describes the cuts, without the tensor's memory."""
         part, inner = (None if level is None else level.shell() for level in (self.part, self.inner))
         return Layers(part, inner, self.axis, self.payload.new_empty(()).expand(self.payload.shape))
 

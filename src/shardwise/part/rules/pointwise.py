@@ -158,7 +158,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _dealt_alike(tensors: list[Any]) -> bool:
-    """Whether all are parts, of one shape and dealt in one way: most operations by far."""
+    """Whether all tensors are parts of one shape, dealt in one way, as in most operations by far."""
     first = tensors[0]
     if not is_part(first):
         return False

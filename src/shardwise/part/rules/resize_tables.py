@@ -22,7 +22,7 @@ from shardwise.part.tiles.windows import fetched, opened
 
 @dataclass(frozen=True)
 class Table:
-    """What each output along one dim reads: `n` inputs to `size` outputs.
+    """The inputs that each output along one dim reads: `n` inputs, `size` outputs.
 
     linear  of two inputs, else of the nearest one
     align   corners are aligned
@@ -45,7 +45,7 @@ class Table:
 
     @property
     def one_way(self) -> bool:
-        """Whether backward's kernel adds to the inputs that forward's read; for "nearest" each rounds in its own way."""
+        """Whether backward's kernel adds to the inputs that forward's reads; for "nearest" each rounds in its way."""
         return self.linear or not self.on_cpu or bool((_ahead(self) == _behind(self)).all())
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
 
 
 def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.Tensor:
-    """Returns what this rank's outputs read, out of the margin's window, with zeros beyond the field's edges.
+    """Returns the inputs of this rank's outputs, cut out of the margin's window; zeros beyond the field's edges.
 
     ranges  by cut dim: of each rank, its outputs (start, stop)
     """

@@ -114,7 +114,7 @@ class _Call:
 
     @property
     def padding(self) -> int | None:
-        """Returns what the kernel may pad by itself along the dim; None where the sides differ."""
+        """Returns the padding along the dim that the kernel can do by itself; None where the two sides differ."""
         side = self.here
         fits = (side.own + 2 * side.front - self.kernel) // self.stride + 1 == side.outputs
         return side.front if fits and side.own + 2 * side.front >= self.kernel else None

@@ -66,7 +66,7 @@ def _fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> 
 
 
 def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
-    """Returns what this rank wants of the tensor, no more cut over the axis. Differentiable. Collective."""
+    """Returns the indices of the tensor that this rank wants, not cut over the axis. Differentiable. Collective."""
     there = partial(_fetched, cut=cut, wanted=wanted, fill=fill)
     return linear(tensor, there, partial(_given_back, cut=cut, wanted=wanted))
 
