@@ -23,17 +23,17 @@ CPU = torch.device("cpu")
 
 
 def accelerator() -> torch.device | None:
-    """This machine's accelerator, without an index; None where there is none."""
+    """Returns this machine's accelerator, without an index; None where there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def device_count() -> int:
-    """Accelerators that this process sees."""
+    """Returns accelerators that this process sees."""
     return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
 def current_device() -> torch.device:
-    """The accelerator that this process has taken, else the CPU."""
+    """Returns the accelerator that this process has taken, else the CPU."""
     kind = accelerator()
     return CPU if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
@@ -47,7 +47,7 @@ def take(index: int) -> torch.device:
 
 
 def pick_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
-    """A rank's device: as requested, else the accelerator of its local rank, else the CPU.
+    """Returns a rank's device: as requested, else the accelerator of its local rank, else the CPU.
 
     local_rank  None where the device was taken already, or this process is alone
     """
@@ -74,7 +74,7 @@ def check_device(kind: str, asked: str = "device", also: str = "") -> None:
 
 
 def describe() -> str:
-    """`torch 2.13.0+cpu, 2 CPU cores, no accelerator`: what a run has here."""
+    """Returns a line on versions and devices here: `torch 2.13.0+cpu, 2 CPU cores, no accelerator`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     kind, count = accelerator(), device_count()
     devices = "no accelerator" if kind is None else f"{count} x {device_name(current_device()) or kind.type}"
@@ -92,7 +92,7 @@ def on_host(device: torch.device) -> bool:
 
 
 def group_backend(ranks_here: int | None) -> str:
-    """Backends of a process group: gloo, and the accelerator's own beside it where each rank has a device to itself.
+    """Returns a process group's backends: gloo, and the accelerator's own where each rank has a device to itself.
 
     ranks_here  that see the same devices; None where each may see others (Slurm shows each rank its own). Ranks that
                 share a device meet over gloo: NCCL refuses them
@@ -133,7 +133,7 @@ def group_on_host() -> bool:
 
 
 def backend_of(group: Any, device: torch.device) -> str | None:
-    """The backend by which a process group moves tensors of this device ("nccl", "gloo"); None where it has none.
+    """Returns the backend by which a process group moves tensors of this device ("nccl", "gloo"), or None.
 
     `dist.get_backend` gives the text that the group was made with, as "cpu:gloo,cuda:nccl".
     """
@@ -143,7 +143,7 @@ def backend_of(group: Any, device: torch.device) -> str | None:
 
 
 def device_name(device: torch.device) -> str | None:
-    """The product's name as its driver tells it; None for the CPU, or where the driver tells none."""
+    """Returns the product's name as its driver tells it; None for the CPU, or where the driver tells none."""
     tell = None if on_host(device) else getattr(torch.get_device_module(device), "get_device_name", None)
     return None if tell is None else tell(device)
 
@@ -156,13 +156,13 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Peak of allocated bytes on the device since the last reset; None where the device does not count them."""
+    """Returns peak of allocated bytes on the device since the last reset; None where the device does not count them."""
     count = None if on_host(device) else getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return None if count is None else count(device)
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All memory of a device: an accelerator's, or this host's (its container's); None where nothing tells."""
+    """Returns all memory of a device: an accelerator's, or this host's (its container's); None where nothing tells."""
     if not on_host(device):
         tell = getattr(torch.get_device_module(device), "get_device_properties", None)
         return None if tell is None else tell(device).total_memory
@@ -206,7 +206,7 @@ def forget_settings() -> None:
 
 
 def profiler_activities(device: torch.device) -> list[Any]:
-    """What torch's profiler watches of work on this device."""
+    """Returns the activities (CPU, and the device's kind) that torch's profiler records here."""
     from torch.profiler import ProfilerActivity
 
     own = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU"}.get(device.type, "PrivateUse1")
@@ -223,7 +223,7 @@ def _fixed_work() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def pace_us(device: torch.device, rounds: int = 100) -> float | None:
-    """Microseconds that a fixed piece of work takes on this rank's CPU now: a product and sixty tiny additions.
+    """Returns the microseconds that a fixed piece of work takes on this rank's CPU now: a product, 60 tiny additions.
 
     A virtual CPU is as fast as its neighbours let it be; this says how fast that is. None on a GPU, whose clocks are
     its own.
@@ -256,7 +256,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the accelerator's own generator, bytes on the CPU; None for the CPU and before first use."""
+    """Returns the state of the accelerator's own generator, bytes on the CPU; None for the CPU and before first use."""
     if on_host(device) or not _initialized(device):
         return None
     return torch.get_device_module(device).get_rng_state(device)

@@ -14,7 +14,7 @@ _MASK = 2**64 - 1
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """32 hex digits (BLAKE2b) of a dense tensor's dtype, shape and bytes; 0.0 and -0.0 differ, and so do two NaNs."""
+    """Returns 32 hex digits (BLAKE2b) of a tensor's dtype, shape and bytes; 0.0 and -0.0 differ, and two NaNs too."""
     hasher = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if values.numel():
@@ -23,7 +23,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def bits_hash(flat: torch.Tensor) -> int:
-    """A hash of a tensor's bytes, the same on any device."""
+    """Returns a hash of a tensor's bytes, the same on any device."""
     if not flat.numel():
         return 0
     content = flat.contiguous().view(torch.uint8)

@@ -66,6 +66,6 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known word, or an empty string."""
+    """Returns `; did you mean 'x'?` for the nearest known word, or an empty string."""
     near = nearest(word, words)
     return f"; did you mean '{near}'?" if near else ""

@@ -165,7 +165,7 @@ _MASKED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_
 
 
 def _hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether what an operation does depends on tensors' values, so that the host has to wait for them."""
+    """Whether the result's shape, or a Python value, depends on tensors' values, for which the host has to wait."""
     if func.overloadpacket in _MASKED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if func is torch.ops.aten.repeat_interleave.Tensor:

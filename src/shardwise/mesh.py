@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank contributes what all ranks of the inner axes have alike: losses, weights, samples."""
+        """Whether this rank counts the losses, weights and samples that all ranks of the inner axes have alike."""
         return all(axis.index == 0 for axis in self.inner)
 
     @property
@@ -65,13 +65,13 @@ class Mesh:
 
     @property
     def group_axes(self) -> dict[str, str]:
-        """Process group name -> axis name, for the ledger."""
+        """Returns process group name -> axis name, for the ledger."""
         axes = (self.world, self.gradients, self.shard, self.data, self.replicate, self.tp, self.pp, *self.inner,
                 *self.expert_axes)  # fmt: skip
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
 
     def close(self) -> None:
-        """Destroys its groups, each of which has threads and connections. No collective may be under way."""
+        """Destroys the mesh's process groups, with their threads and connections. No collective may be under way."""
         for group in self.made:
             dist.destroy_process_group(group)
 

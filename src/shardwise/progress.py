@@ -45,7 +45,7 @@ def block(text: str) -> None:
 
 
 def sayer(wanted: bool) -> Say:
-    """The function that shows progress: `line` on a terminal, `plain` elsewhere, `silent` where it is not wanted."""
+    """Returns the function that shows progress: `line` on a terminal, `plain` elsewhere, `silent` if not wanted."""
     return (line if sys.stderr.isatty() else plain) if wanted else silent
 
 

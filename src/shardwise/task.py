@@ -44,7 +44,7 @@ def default_inputs(batch: Any) -> tuple[tuple, dict]:
 
 
 def default_optimizer(groups: list[dict]) -> Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) at torch's defaults with a learning rate of 1e-3."""
+    """Returns AdamW (Loshchilov and Hutter 2019) at torch's defaults with a learning rate of 1e-3."""
     import torch
 
     return torch.optim.AdamW(groups, lr=1e-3)
@@ -129,7 +129,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Task:
-    """What to train. Every field is plain Python and PyTorch and runs unmodified under every plan.
+    """Model, data, loss and optimizer, in ordinary PyTorch, which runs unmodified under every plan.
 
     model      builds the module; also called with large tensors deferred, so it should not read their values
     loss       (output, batch) -> (sum, weight) or (sum, weight, {name: extra}); an extra is a sum that shares
@@ -212,5 +212,5 @@ class Task:
             object.__setattr__(self, "model", bounded(self.model, edges))
 
     def with_(self, **changes: Any) -> Task:
-        """A copy with some fields replaced."""
+        """Returns a copy with some fields replaced."""
         return replace(self, **changes)

@@ -15,7 +15,7 @@ FEW = 12
 
 
 def tasks_in(path: str | Path) -> list[str]:
-    """Names of a file's tasks in its order; empty for a file that cannot be read or is not Python.
+    """Returns names of a file's tasks in its order; empty for a file that cannot be read or is not Python.
 
     Functions that build a `Task` themselves are listed alone where there are any: others may be helpers.
     """

@@ -182,7 +182,7 @@ def _meant(error: BaseException) -> str:
 
 
 def where(error: BaseException, *, own_alone: bool = False) -> str:
-    """`tasks.py:12: ValueError: message`: the innermost line of the user's own code, else the innermost of all.
+    """Returns `tasks.py:12: ValueError: message`: the innermost line of the user's own code, else of all code.
 
     own_alone   no line where none is the user's
     """

@@ -92,10 +92,10 @@ def test_tables_of_positions_are_held_in_shares_and_made_whole_without_sending()
 
 def test_what_ranks_gather_is_compared_by_its_size() -> None:
     """An exchange differs from rank to rank, in what each sends; a sum of other sizes would end the ranks."""
-    from shardwise.engine.find_positions import _Collectives
+    from shardwise.engine.collectives_met import Collectives
 
     def met(*calls: tuple[str, str, int]) -> tuple[int, ...]:
-        ledger = _Collectives()
+        ledger = Collectives()
         for op, axis, size in calls:
             ledger.record("activations", op, axis, size, 2, None)
         return ledger.numbers(["domain0", "domain1"])

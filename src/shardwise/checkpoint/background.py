@@ -134,7 +134,7 @@ def _write(file: int, request: dict[str, Any], waiting: _Waiting) -> Path:
 
 
 class _Waiting:
-    """Whether to go on waiting for other ranks' files: at most a while after this writer's own rank has ended."""
+    """Decides whether to go on waiting for other ranks' files: only a while after this writer's own rank has ended."""
 
     def __init__(self) -> None:
         self.gone_at: float | None = None

@@ -49,7 +49,7 @@ class Holding:
         return dtype_code(self.key, self.tensor.dtype)
 
     def flat(self) -> torch.Tensor:
-        """Returns its elements, flat, in the piece's order."""
+        """Returns the tensor's elements, 1-d, in the piece's order."""
         return self.tensor.detach().reshape(-1)
 
 
@@ -159,7 +159,7 @@ class ReadAgain:
         return {name: bits_hash(_frozen_piece(self.engine, name, params[name])[1].reshape(-1)) for name in names}
 
     def changed(self) -> list[str]:
-        """Returns those that are no longer as they were read, on this rank."""
+        """Returns the names of weights that this rank no longer has as they were read."""
         return sorted(name for name, value in self._now().items() if value != self._hashes[name])
 
 

@@ -39,7 +39,7 @@ def find(path: str | Path) -> Path:
 
 
 def _checkpoint_of(path: Path) -> Path | None:
-    """Returns what `find` does, None where there is none."""
+    """Returns the checkpoint that `find` returns, or None where that raises."""
     if (path / manifest.NAME).exists():
         return path
     return next((published[0] for folder in (path / "checkpoints", path) if (published := publish.scan(folder))), None)
@@ -54,7 +54,7 @@ def opened(path: str | Path) -> Stored:
 
 
 def summary(path: str | Path) -> dict[str, Any]:
-    """Returns what is in a checkpoint: step, plan, and of each kind of tensor how many, with elements and bytes."""
+    """Returns a checkpoint's contents: step, plan, and for each kind of tensor their number, elements and bytes."""
     folder = find(path)
     content = manifest.read(folder)
     kinds: dict[str, dict[str, int]] = {}
@@ -182,7 +182,7 @@ def _whole(stored: Stored, name: str) -> np.ndarray:
 
 
 def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
-    """Returns what is not alike: {"name", "what", "largest"}, the largest difference where it is a number.
+    """Returns rows {"name", "what", "largest"} of what differs; "largest": the largest difference of numbers.
 
     Two checkpoints are compared whole; a checkpoint and safetensors by the names of the module's `state_dict`.
     """

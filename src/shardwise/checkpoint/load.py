@@ -39,7 +39,7 @@ MOST = 3  # names told of each kind of difference
 
 @dataclass
 class Restored:
-    """What was loaded: the checkpoint's folder, its manifest, notices, and damaged checkpoints before it."""
+    """A loaded checkpoint: its folder, its manifest, notices, and damaged checkpoints that were passed over."""
 
     folder: Path
     manifest: Manifest
@@ -149,7 +149,7 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
 
 
 def _other(engine: Engine, stored: Stored) -> list[str]:
-    """Returns the frozen weights that the checkpoint left to the task's files and that are others in this task's."""
+    """Returns the names of frozen weights, left to the task's files, that differ from those of the saved run."""
     held = engine.state.held_frozen
     return [name for name, mark in stored.elsewhere.items() if name in held and engine.state.read.get(name) != mark]
 
@@ -258,7 +258,7 @@ class Matched:
 
 
 def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | None = None) -> Matched:
-    """Load weights and buffers by name into an engine, as far as names and shapes agree; returns which. Collective.
+    """Loads weights and buffers by name into an engine, where names and shapes agree; returns `Matched`. Collective.
 
     renames   pattern -> replacement, as `re.sub` takes them, applied to the files' names in turn
 

@@ -113,7 +113,7 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
 
 
 def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Returns what each rank says of its part, by rank; waits until all parts are there."""
+    """Returns the description of each rank's part, by rank; waits until all parts are there."""
     until = time.monotonic() + wait_s
     missing = set(range(work.ranks))
     contents: dict[int, dict[str, Any]] = {}
@@ -134,7 +134,7 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
 
 
 def _arrived(path: Path) -> dict[str, Any] | None:
-    """Returns what a rank says of its part; None before it is there, which on a store includes half of it."""
+    """Returns the description of a rank's part; None before it is there (in a store: whole)."""
     if not path.exists():
         return None
     try:

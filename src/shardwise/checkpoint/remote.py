@@ -55,11 +55,11 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """Returns the place that it lies in."""
+        """Returns the place one level up, as `Path.parent`."""
         return RemotePath(self.store, self.path.rpartition("/")[0])
 
     def absolute(self) -> RemotePath:
-        """Returns itself: an address is absolute."""
+        """Returns this place: an address is absolute."""
         return self
 
     def is_symlink(self) -> bool:
@@ -67,18 +67,18 @@ class RemotePath:
         return False
 
     def exists(self) -> bool:
-        """Returns whether it is there now, whatever was listed before."""
+        """Returns whether a file or folder has this address now, whatever was listed before."""
         with naming_address(self):
             self.store.invalidate_cache()  # fsspec keeps listings, and other ranks write here
             return bool(self.store.exists(self.path))
 
     def is_file(self) -> bool:
-        """Returns whether it is there and no folder."""
+        """Returns whether a file has this address."""
         with naming_address(self):
             return bool(self.store.isfile(self.path))
 
     def is_dir(self) -> bool:
-        """Returns whether anything lies in it."""
+        """Returns whether anything lies below this address."""
         with naming_address(self):
             return bool(self.store.isdir(self.path))
 
@@ -88,7 +88,7 @@ class RemotePath:
             return int(self.store.info(self.path)["size"])
 
     def names(self) -> list[str]:
-        """Returns the names of what lies in it; [] where it is not there."""
+        """Returns the names of files and folders directly below this address; [] where there are none."""
         with naming_address(self):
             self.store.invalidate_cache()
             if not self.store.exists(self.path):
@@ -102,7 +102,7 @@ class RemotePath:
             yield file
 
     def read_bytes(self) -> bytes:
-        """Returns all of the file."""
+        """Returns the file's content."""
         with naming_address(self):
             return bytes(self.store.cat_file(self.path))
 
@@ -117,11 +117,11 @@ class RemotePath:
             self.store.rm_file(self.path)
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Returns all of the file, as text."""
+        """Returns the file's content as text."""
         return self.read_bytes().decode(encoding, errors)
 
     def read_range(self, begin: int, size: int) -> bytes:
-        """Returns at most `size` bytes from `begin` on; fewer where that is much for one request."""
+        """Returns the file's bytes from `begin` on, at most `size`; fewer where `size` is too much for one request."""
         with naming_address(self):
             return bytes(self.store.cat_file(self.path, start=begin, end=begin + min(size, AT_ONCE)))
 

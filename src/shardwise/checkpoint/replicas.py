@@ -72,7 +72,7 @@ class ReplicaCheck:
         return nullcontext()
 
     def taken(self) -> Hashes:
-        """Returns hashes of what this rank holds now, and of what it held before the update where asked for."""
+        """Returns hashes of this rank's tensors now, and of those before the update where asked for."""
         taken, self._before = {**self._before, **hashes(self.engine)}, {}
         return taken
 

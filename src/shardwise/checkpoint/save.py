@@ -273,7 +273,7 @@ class Saver:
         return f"rank {blind[0]} does not see what rank 0 writes in {self.folder}: hosts share it not" if blind else ""
 
     def _free_bytes(self) -> float:
-        """Returns what the folder's disk has left; of a store, which does not say, 2^62."""
+        """Returns the free bytes of the folder's disk; 2^62 for a store, which does not tell."""
         if is_remote(self.folder):
             return float(2**62)
         stat = os.statvfs(self.folder)

@@ -50,7 +50,7 @@ class Stored:
         return target
 
     def _read_part(self, part: FilePiece, item: int, target: np.ndarray, wanted: Piece) -> int:
-        """Read what this part has of the piece into `target`; returns how many elements."""
+        """Reads the elements that a part and the piece have in common into `target`; returns how many."""
         piece = part.piece
         if piece.runs == wanted.runs:  # two intervals of one flattening: straight to its place
             first, last = max(piece.first, wanted.first), min(piece.last, wanted.last)

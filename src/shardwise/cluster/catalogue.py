@@ -13,7 +13,7 @@ from shardwise.errors import InputError, did_you_mean
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The rows of a packaged CSV file."""
+    """Returns the rows of a packaged CSV file."""
     text = (resources.files("shardwise.cluster") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
@@ -29,12 +29,12 @@ def _capacities() -> dict[str, dict[str, str]]:
 
 
 def device_names() -> list[str]:
-    """Names that a cluster's text may use."""
+    """Returns names that a cluster's text may use."""
     return sorted(_devices())
 
 
 def device(name: str) -> tuple[Device, Tier]:
-    """A device of the catalogue and its own link as a tier (`count`: how many it joins)."""
+    """Returns a device of the catalogue and its own link as a tier (`count`: how many it joins)."""
     rows = _devices()
     key = name.lower()
     if key not in rows:
@@ -72,7 +72,7 @@ def _links() -> dict[str, dict[str, str]]:
 
 
 def link(name: str, count: int, below: int, own: Tier) -> Tier:
-    """A tier of `count` units of `below` devices each, joined by a named link.
+    """Returns a tier of `count` units of `below` devices each, joined by a named link.
 
     `ib-400`, `roce-200`, `efa-400`, `eth-100` are Gb/s for each device; `ib-400x4` are 4 ports of a unit that all its
     devices share; `nvlink-72` is a domain of up to 72 devices at
@@ -125,12 +125,12 @@ def _models() -> dict[str, dict[str, str]]:
 
 
 def model_names() -> list[str]:
-    """Names of the packaged model shapes."""
+    """Returns names of the packaged model shapes."""
     return sorted(_models())
 
 
 def model(name: str) -> dict[str, str]:
-    """A row of the model catalogue; an unknown name raises `InputError` with the nearest known one."""
+    """Returns a row of the model catalogue; an unknown name raises `InputError` with the nearest known one."""
     rows = _models()
     if name.lower() in rows:
         return rows[name.lower()]

@@ -77,7 +77,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> float:
-        """What it offers, of which the driver's context takes some (`costs.memory.CONTEXT_BYTES`)."""
+        """Returns the device's memory in bytes; the driver's context takes some (`costs.memory.CONTEXT_BYTES`)."""
         return self.memory_gb.value * 1e9
 
 
@@ -111,7 +111,7 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks inside one unit of each tier, cumulative: (8, 128) for 16 nodes of 8."""
+        """Returns ranks inside one unit of each tier, cumulative: (8, 128) for 16 nodes of 8."""
         out, size = [], 1
         for tier in self.tiers:
             size *= tier.count
@@ -119,7 +119,7 @@ class Cluster:
         return tuple(out)
 
     def tier_of(self, span: int) -> int:
-        """The innermost tier that holds `span` consecutive ranks."""
+        """Returns the innermost tier that holds `span` consecutive ranks."""
         for index, size in enumerate(self.sizes):
             if span <= size:
                 return index
@@ -151,7 +151,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
-        """Build from `{device: {...}, tiers: [{...}]}`."""
+        """Returns the cluster of `{device: {...}, tiers: [{...}]}`."""
         _only(where, data, ("name", "device", "tiers", "collectives", "between"))
         if not isinstance(data.get("device"), dict) or not isinstance(data.get("tiers"), list) or not data["tiers"]:
             raise InputError(f"{where}: a cluster has a [device] and one or more [[tiers]]")
@@ -161,7 +161,7 @@ class Cluster:
         return cls(_device(f"{where}: device", data["device"]), tiers, str(data.get("name", "")), messages, between)
 
     def as_dict(self) -> dict[str, Any]:
-        """The TOML and JSON form, every number with its provenance."""
+        """Returns the TOML and JSON form, every number with its provenance."""
         device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
         tiers = [{f.name: getattr(tier, f.name) for f in fields(Tier)} for tier in self.tiers]
         plain: dict[str, Any] = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
@@ -172,7 +172,7 @@ class Cluster:
         return plain
 
     def to_toml(self) -> str:
-        """The file that `from_toml` reads."""
+        """Returns the file that `from_toml` reads."""
         import tomli_w
 
         return tomli_w.dumps(self.as_dict())
@@ -197,7 +197,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) -> tuple:
-    """A list of measured rows, every number of them above 0, or 0 too where `nothing` may be."""
+    """Returns a list of measured rows, every number of them above 0, or 0 too where `nothing` may be."""
     if not isinstance(raw, list):
         raise InputError(f"{where} must be a list of rows, got {raw!r}")
     out = []

@@ -14,7 +14,7 @@ FORM = 'a cluster is written as "16x8 h100-sxm-80gb, ib-400": nodes x devices, t
 
 
 def parse(text: str) -> Cluster:
-    """A cluster of catalogue devices and links; a wrong word raises `InputError` with the nearest right one."""
+    """Returns a cluster of catalogue devices and links; a wrong word raises `InputError` with the nearest right one."""
     head, *links = [part.strip() for part in text.split(",")]
     words = head.split()
     if len(words) != 2 or not re.fullmatch(r"\d+(x\d+)*", words[0]):
@@ -47,5 +47,5 @@ def parse(text: str) -> Cluster:
 
 
 def math_split(count: int, domain: int) -> str:
-    """`4x8` for 32 devices in domains of 8, where that comes out even."""
+    """Returns `4x8` for 32 devices in domains of 8, where that comes out even."""
     return f"{count // domain}x{domain}" if count % domain == 0 else f"NODESx{domain}"

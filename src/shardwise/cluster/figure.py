@@ -24,7 +24,7 @@ class Figure:
 
     @classmethod
     def read(cls, where: str, raw: Any, *, least: float = 0.0) -> Figure:
-        """From a TOML value: a bare number (kind "given") or a table {value, kind, source}.
+        """Returns the figure of a TOML value: a bare number (kind "given") or a table {value, kind, source}.
 
         Raises `InputError` for what is not a finite number above `least`.
         """
@@ -43,5 +43,5 @@ class Figure:
         return cls(float(raw), str(kind), str(source))
 
     def as_dict(self) -> dict[str, Any]:
-        """The TOML and JSON form."""
+        """Returns the TOML and JSON form."""
         return {"value": self.value, "kind": self.kind, "source": self.source}

@@ -27,12 +27,12 @@ class GemmTable:
 
     @property
     def best(self) -> float:
-        """The largest measured rate, TFLOP/s."""
+        """Returns the largest measured rate, TFLOP/s."""
         return max(self.rate.values())
 
     @lru_cache(maxsize=100_000)  # noqa: B019 - a table lives as long as the process
     def tflops(self, m: float, n: float, k: float) -> float:
-        """TFLOP/s of a product of any shape."""
+        """Returns TFLOP/s of a product of any shape."""
         if m > self.m[-1] and n < m:  # the transposed product costs the same and may lie inside the grid
             m, n = n, m
         total = weight = 0.0
@@ -133,7 +133,7 @@ class BetweenTable:
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
-    """Returns what a figure at grid point `near` is scaled to: `value` beyond the grid, else `near` itself."""
+    """Returns the size to which a figure at grid point `near` is scaled: `value` beyond the grid, else `near`."""
     return near if min(grid) <= value <= max(grid) else value
 
 
@@ -161,7 +161,7 @@ def _read(points: Sequence[tuple[float, float]], size: float) -> float:
 
 @cache
 def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype: str) -> GemmTable | None:
-    """The table of products that a cluster file brings, or None."""
+    """Returns the table of products that a cluster file brings, or None."""
     rate = {(m, n, k): 2e-6 * m * n * k / us for kind, m, n, k, us in rows if kind == dtype}
     if not rate:
         return None
@@ -182,7 +182,7 @@ class OpTable:
 
 @cache
 def measured_ops(rows: tuple[tuple[str, float, float], ...]) -> OpTable | None:
-    """The table of ops that a cluster file brings, or None."""
+    """Returns the table of ops that a cluster file brings, or None."""
     times: dict[str, list[tuple[float, float]]] = {}
     for name, amount, us in rows:
         times.setdefault(name, []).append((amount, us))
@@ -191,7 +191,7 @@ def measured_ops(rows: tuple[tuple[str, float, float], ...]) -> OpTable | None:
 
 @cache
 def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> CollectiveTable | None:
-    """The table of collectives that a cluster file brings, or None."""
+    """Returns the table of collectives that a cluster file brings, or None."""
     times: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for op, ranks, size, us in rows:
         times.setdefault(op, {}).setdefault(ranks, []).append((size, us))
@@ -201,7 +201,7 @@ def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> Colle
 
 @cache
 def measured_between(rows: tuple[tuple[str, int, int, int, float], ...]) -> BetweenTable | None:
-    """The table between nodes that a cluster file brings, or None."""
+    """Returns the table between nodes that a cluster file brings, or None."""
     points: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for op, nodes, per_node, size, us in rows:
         points.setdefault((op, per_node, nodes), []).append((size, us))
@@ -213,7 +213,7 @@ def measured_between(rows: tuple[tuple[str, int, int, int, float], ...]) -> Betw
 
 @cache
 def gemm_table(name: str) -> GemmTable | None:
-    """The measured products of a device, or None."""
+    """Returns the measured products of a device, or None."""
     inner: list[int] = []
     rate: dict[tuple[int, int, int], float] = {}
     for row in read("gemm.csv"):
@@ -235,7 +235,7 @@ def gemm_table(name: str) -> GemmTable | None:
 
 @cache
 def collective_table(name: str) -> CollectiveTable | None:
-    """The measured collectives of a device, or None."""
+    """Returns the measured collectives of a device, or None."""
     sizes: list[int] = []
     times: dict[str, dict[int, tuple[tuple[int, float], ...]]] = {}
     nccl = ""

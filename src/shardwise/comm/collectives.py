@@ -85,14 +85,14 @@ class Pending:
         self.work = work
 
     def wait(self) -> None:
-        """Block (or, on a stream, order) until the result is there."""
+        """Blocks the host (or only orders the stream) until the result is there."""
         if self.work is not None:
             self.work.wait()
             self.work = None
 
     @property
     def over(self) -> bool:
-        """Returns whether it is complete, as far as is known without waiting; gloo does not tell of what it sends."""
+        """Returns whether the collective is complete, as far as known without waiting (gloo does not tell of sends)."""
         return self.work is None or self.work.is_completed()
 
 
@@ -104,24 +104,24 @@ class Rehearsed(Pending):
         self.memory: torch.Tensor | None = memory
 
     def wait(self) -> None:
-        """Give the memory back."""
+        """Frees the memory that the collective kept."""
         self.memory = None
 
     @property
     def over(self) -> bool:
-        """Returns whether somebody has waited."""
+        """Returns whether `wait` was called."""
         return self.memory is None
 
 
 class _Passing(Pending):
-    """A collective of a rehearsal that other operations overlap: which ones is noted when it is waited for."""
+    """A collective of a rehearsal; when it is waited for, the operations since its start are noted as overlapping."""
 
     def __init__(self, ledger: Ledger, op: str, axis: str, came: dict[int, int]):
         super().__init__(None)
         self.ledger, self.exchange, self.began = ledger, (op, axis, came), ledger.clock()
 
     def wait(self) -> None:
-        """Note what ran meanwhile."""
+        """Notes the operations that ran since the collective began."""
         if self.ledger.clock() > self.began:
             self.ledger.overlaps.append(Overlap(*self.exchange, self.began, self.ledger.clock()))
 
@@ -163,7 +163,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def stand_in(received: torch.Tensor) -> None:
-    """Fill what a rehearsal does not receive with zeros, but a tensor without values: what runs is counted."""
+    """Fills with zeros what a rehearsal does not receive; of a tensor without values nothing, as ops are counted."""
     if has_values(received):
         received.zero_()
 

@@ -48,7 +48,7 @@ class Issued:
 
 @dataclass(frozen=True)
 class Waited:
-    """What is computed or issued from here on comes after operation number `issued` of this rank."""
+    """A wait: all that this rank computes or issues afterwards comes after its operation number `issued`."""
 
     issued: int
 

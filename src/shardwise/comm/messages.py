@@ -35,13 +35,13 @@ class _Several(Pending):
         self.works = works
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Waits for all messages."""
         while self.works:
             self.works.pop().wait()
 
     @property
     def over(self) -> bool:
-        """Returns whether all are complete."""
+        """Returns whether all messages are complete."""
         return all(work.is_completed() for work in self.works)
 
 
@@ -53,7 +53,7 @@ class _Staged(Pending):
         self.host, self.goal = host, goal
 
     def wait(self) -> None:
-        """Block until it is there, and copy it to its device."""
+        """Blocks until the message is there, and copies it to its device."""
         if self.work is not None:
             super().wait()
             if self.goal is not None:

@@ -224,7 +224,7 @@ def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def waits_for(work: Any) -> None:
-    """Note in the log that a work is waited for; for classes of works whose `wait` is their own."""
+    """Notes in the log that `work` is waited for; called by classes of works with a `wait` of their own."""
     if _state.log is not None:
         _state.log.waited(work)
 

@@ -62,7 +62,7 @@ class _Begun:
         self.table_bytes = 0 if self.asks is None else self.asks[0].nbytes * self.asks[1].size
 
     def go_on(self, table: Any) -> None:
-        """Send it the table that it asked for, and take what it asks for next."""
+        """Sends the generator the table that it asked for, and keeps its next row, or its value."""
         try:
             self.asks = self.gathering.send(table)
         except StopIteration as end:

@@ -74,7 +74,7 @@ class FixedOrder:
         self._sum(key).add(self.leaf, self.leaf + 1, value)
 
     def add_rows(self, key: Hashable, rows: torch.Tensor) -> torch.Tensor | None:
-        """Add what every rank's running piece has, row by row; with the last one, returns the sum over all pieces."""
+        """Adds every rank's running piece, row by row; with the last piece returns the sum over all, else None."""
         for rank, row in enumerate(rows):
             leaf = self.leaf + (rank - self.axis.index) * self.pieces.per_rank
             self._sum(key).add(leaf, leaf + 1, row)
@@ -84,7 +84,7 @@ class FixedOrder:
         return self._sums.setdefault(key, TreeSum(self.pieces.count))
 
     def shard(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's N-th of the sum over all pieces. Collective.
+        """Returns this rank's 1/N of the elements of the sum over all pieces. Collective.
 
         like   a tensor of the size and dtype of those that were added; it is not read
         """
@@ -126,7 +126,7 @@ class FixedOrder:
 
 
 def positive(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the value with 0 for each -0, which sums with and without empty pieces differ in; zeros for None."""
+    """Returns the value with 0 for each -0, since adding empty pieces turns -0 into 0; zeros where it is None."""
     if value is None:
         assert like is not None
         return torch.zeros_like(like)

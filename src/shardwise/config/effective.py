@@ -198,7 +198,7 @@ def _tree(items: list[Given], problems: list[str]) -> dict[str, Any]:
 
 
 def _source_below(key: str, sources: dict[str, str]) -> str:
-    """The source of a key, or of the first key in the table of that name."""
+    """Returns the source of a key, or of the first key in the table of that name."""
     below = [source for name, source in sources.items() if name == key or name.startswith(key + ".")]
     return below[-1] if below else DEFAULT
 

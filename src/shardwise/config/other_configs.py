@@ -24,7 +24,7 @@ AUTO = "auto: another library fills it in; give its value here"
 
 @dataclass
 class Translation:
-    """What was read: fields of a plan, settings of a run (`--set`), and a sentence for each key.
+    """A configuration read from elsewhere: fields of a plan, settings of a run (`--set`), a sentence for each key.
 
     ranks      of the run, where anything tells; machines of it
     sharding   0 to 3: which state data ranks shard; hybrid: inside a machine alone

@@ -94,7 +94,7 @@ def _complaint(key: str, value: Any) -> str | None:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """Returns what type the key's value should have, or None where it is right."""
+    """Returns the expected type of the key's value, as text; None where the value has it."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if key in DEGREES and not (whole and value >= 1):
         return "expected a whole number of at least 1"

@@ -45,7 +45,7 @@ BUILTIN_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def count(value: Any) -> Any:
-    """A whole number, or text with a suffix: "64k" is 64 * 1024, "2M" is 2 * 1024 * 1024."""
+    """Returns a whole number, or text with a suffix: "64k" is 64 * 1024, "2M" is 2 * 1024 * 1024."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+) ?([kM])", value.strip())

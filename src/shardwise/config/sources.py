@@ -30,7 +30,7 @@ class Given(NamedTuple):
 
 
 def problem(source: str, key: str, value: Any, text: str) -> str:
-    """`base.toml: train.steps = "ten": expected a whole number`."""
+    """Returns a line such as `base.toml: train.steps = "ten": expected a whole number`."""
     return f"{source}: {key} = {shorten(to_toml(value))}: {text}"
 
 
@@ -49,7 +49,7 @@ def to_toml(value: Any) -> str:
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """The text, its middle left out where it is longer than `width`."""
+    """Returns the text, its middle left out where it is longer than `width`."""
     return text if len(text) <= width else text[: width - 20] + " ... " + text[-15:]
 
 
@@ -127,7 +127,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]:
-    """`--set key=value`, each value read as TOML, or as text where it is one bare word."""
+    """Returns the values of `--set key=value`, each read as TOML, or as text where it is one bare word."""
     items: list[Given] = []
     for text in overrides:
         key, equals, value = (piece.strip() for piece in text.partition("="))

@@ -25,7 +25,7 @@ STARTER_HEAD = """\
 
 
 def starter() -> str:
-    """A commented file with every section, key, meaning and default."""
+    """Returns a commented file with every section, key, meaning and default."""
     lines = [STARTER_HEAD]
     config = _with_defaults("text")
     for name, section in config:
@@ -56,7 +56,7 @@ def _starter_section(name: str, section: BaseModel) -> list[str]:
 
 
 def _starter_plan() -> list[str]:
-    """The plan's keys that can be chosen today; a plan may also be one text at the top of the file."""
+    """Returns the plan's keys that can be chosen today; a plan may also be one text at the top of the file."""
     lines = [_line("[plan]", "how it is spread; the world size is the product of its degrees, without ep")]
     values = Plan().as_dict(defaults=True)
     lines += [_line(f"# {key} = {to_toml(values[key])}", text) for key, text in TOLD.items()]
@@ -64,7 +64,7 @@ def _starter_plan() -> list[str]:
 
 
 def show(effective: Effective) -> str:
-    """The effective configuration as TOML, each line ending with its source."""
+    """Returns the effective configuration as TOML, each line ending with its source."""
     idle = without_effect(effective.config, set(effective.sources))
     unused = {key: why.reason for key, why in idle.items()}
     if effective.own_optimizer:

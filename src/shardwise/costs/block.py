@@ -59,13 +59,14 @@ def host_seconds(device: Device, software: Software) -> float:
 
 
 def whole_in_pipeline(software: Software, layout: Layout) -> bool:
-    """Whether a stage under ZeRO-2 or ZeRO-3 keeps its gradients whole, and sums them once, after all micro-batches;
-    under ZeRO-3 it gathers its weights once."""
+    """Whether a stage under ZeRO-2 or 3 keeps its gradients whole and sums them once, after all micro-batches.
+
+    Under ZeRO-3 it then gathers its weights once."""
     return software.pipelines_whole and layout.sharded.gradients and layout.pp > 1
 
 
 def handled_bytes(software: Software, layout: Layout) -> float:
-    """Bytes that move for each weight in a micro-batch beside its products: sums of gradients, ZeRO-3's own copies."""
+    """Returns the bytes moved for each weight in a micro-batch beside its products: gradient sums, ZeRO-3's copies."""
     gradient = STATES[software.states].on_wire
     kept = whole_in_pipeline(software, layout)
     if layout.sharded.weights and not kept:
@@ -311,7 +312,7 @@ class BlockCosts:
         return self._stream(forward * copied, forward), self._stream(backward * copied, backward)
 
     def _casts(self) -> tuple[float, float]:
-        """Seconds of scaling and casting what products in FP8 read: inputs and weights; gradients of outputs.
+        """Returns seconds of scaling and casting what products in FP8 read: inputs and weights; gradients of outputs.
 
         Weights are cast once in a step, so each micro-batch bears its part.
         """

@@ -65,7 +65,7 @@ def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tupl
 def _own_rates(
     products: tuple[tuple[str, int, int, int, float], ...], kind: str
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """The same of a device that was probed: its rows are (kind, length, heads times samples, width, microseconds)."""
+    """Returns what `_attention_rates` does for a probed device; rows: (kind, length, heads * samples, width, us)."""
     rates: dict[int, dict[int, float]] = {}
     for name, length, heads, width, us in products:
         if name == kind:
@@ -288,7 +288,7 @@ class Kernels:
         return WIDE_SHARE if wide is None else wide.value / self.device.bf16_tflops.value
 
     def _borrowed(self, kernel: str, direction: str, head_dim: float) -> tuple[dict, float]:
-        """Rates on another device, one of its generation first, scaled by what products reach on both.
+        """Returns rates on another device, one of its generation first, scaled by what products reach on both.
 
         Across generations by no more than what FlashAttention-2 reaches on both, where that is known: an older kernel
         does not use a newer device's instructions.

@@ -92,47 +92,47 @@ class Layout:
 
     @cached_property
     def tiles(self) -> int:
-        """Ranks over which space is cut."""
+        """Returns ranks over which space is cut."""
         return math.prod(self.domain)
 
     @property
     def along(self) -> dict[str, int]:
-        """Axis -> degree, of those that cut positions along one dim."""
+        """Returns axis -> degree, of those that cut positions along one dim."""
         return {"cp": self.cp, "cp_ulysses": self.ulysses, **dict(self.others)}
 
     @property
     def inner(self) -> tuple[tuple[str, int], ...]:
-        """(name, degree) of each axis that cuts positions, outermost first."""
+        """Returns (name, degree) of each axis that cuts positions, outermost first."""
         return inner_axes(self.domain, **self.along)
 
     @cached_property
     def cut_positions(self) -> int:
-        """Ranks that share their samples and each hold some of the positions, of a sequence or of space."""
+        """Returns ranks that share their samples and each hold some of the positions, of a sequence or of space."""
         return self.tiles * self.split_sequence
 
     @cached_property
     def shard_ranks(self) -> int:
-        """Ranks over which `zero` shards: dp_shard, and those that cut positions."""
+        """Returns ranks over which `zero` shards: dp_shard, and those that cut positions."""
         return self.shard * self.cut_positions
 
     @property
     def sharded(self) -> ZeroStage:
-        """Returns what each of several ranks that `zero` shards over keeps as its shard."""
+        """Returns the `ZeroStage`: what each rank keeps as a shard; stage 0 where there is one rank to shard over."""
         return STAGES[self.zero] if self.zero and self.shard_ranks > 1 else UNSHARDED
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks that hold equal weights and sum their gradients."""
+        """Returns ranks that hold equal weights and sum their gradients."""
         return self.replicas * self.shard_ranks
 
     @cached_property
     def split_sequence(self) -> int:
-        """Ranks over which a sample's positions are dealt."""
+        """Returns ranks over which a sample's positions are dealt."""
         return self.cp * self.ulysses * math.prod(degree for _, degree in self.others)
 
     @cached_property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on one rank, before tensor parallelism."""
+        """Returns tokens of a micro-batch on one rank, before tensor parallelism."""
         return self.micro_batch * self.seq / self.split_sequence
 
     @property
@@ -140,7 +140,7 @@ class Layout:
         return self.micro_batch * self.n_micro * self.rounds * self.dp
 
     def with_(self, **changes: object) -> Layout:
-        """A copy with some fields replaced."""
+        """Returns a copy with some fields replaced."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 

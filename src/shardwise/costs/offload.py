@@ -31,7 +31,7 @@ BUFFERS = 3  # of a disk, in the host's memory (tiers/disk)
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What a step's moves of state take, and where it lies: seconds, and bytes of one rank by tier."""
+    """The cost of a step's moves of optimizer state: seconds, and one rank's bytes in each tier."""
 
     link_s: float
     disk_s: float
@@ -39,7 +39,7 @@ class Offloaded:
     disk_bytes: float
 
     def beside(self, update_s: float) -> float:
-        """Returns the seconds of an update that takes `update_s` without them."""
+        """Returns the seconds of an update with these moves, which takes `update_s` without."""
         return max(update_s + self.link_s, self.disk_s)
 
 

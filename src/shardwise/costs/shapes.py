@@ -107,7 +107,7 @@ class Shape:
         ).with_(**{name: int(row[name]) for name in OF_SOME})
 
     def with_(self, **changes: object) -> Shape:
-        """A copy with some fields replaced."""
+        """Returns a copy with some fields replaced."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     # --- parameters
@@ -123,7 +123,7 @@ class Shape:
 
     @property
     def value_width(self) -> int:
-        """Width of one head's value vector."""
+        """Returns width of one head's value vector."""
         return self.value_dim or self.head_dim
 
     @property
@@ -182,7 +182,7 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one feed-forward block (or of one expert)."""
+        """Returns parameters of one feed-forward block (or of one expert)."""
         up = 2 if self.gated else 1
         matrices = (up + 1) * self.hidden * self.ffn
         return matrices + (up * self.ffn + self.hidden if self.bias else 0)
@@ -193,7 +193,7 @@ class Shape:
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm."""
+        """Returns parameters of one norm."""
         return self.hidden * (2 if self.layer_norm and self.norm_bias else 1)
 
     @property
@@ -203,7 +203,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, all its experts included."""
+        """Returns parameters of one layer, all its experts included."""
         forwards = self.expert_parameters * max(1, self.experts + self.shared_experts)
         return self.attention_parameters + forwards + self.router_parameters + self.norms * self.norm_parameters
 
@@ -243,14 +243,14 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with: of the experts only those it is routed to."""
+        """Returns parameters that one token is multiplied with: of the experts only those it is routed to."""
         idle = max(0, self.experts - self.top_k) * self.expert_parameters
         return self.parameters - (self.layers + self.ahead - self.dense_layers) * idle
 
     # --- FLOPs
 
     def flops_per_token(self, seq: int, convention: str = "6P+6Lhs") -> float:
-        """Model FLOPs of forward and backward for one token.
+        """Returns model FLOPs of forward and backward for one token.
 
         6P+6Lhs    P active parameters without the embedding lookup; attention counted causal, and as far as windows
                reach (the default here)

@@ -38,7 +38,7 @@ class States:
 
     @property
     def on_wire(self) -> float:
-        """Bytes of a gradient that is summed over ranks."""
+        """Returns bytes of a gradient that is summed over ranks."""
         return self.sent or self.gradient
 
     @property
@@ -156,7 +156,7 @@ class Software:
 
     @property
     def loss_bytes(self) -> tuple[int, int]:
-        """Bytes that forward and backward move of one logit; compiled blocks leave the loss as it is."""
+        """Returns bytes that forward and backward move of one logit; compiled blocks leave the loss as it is."""
         return LOSS_BYTES[self.loss]
 
 

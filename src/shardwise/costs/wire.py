@@ -77,7 +77,7 @@ class Wire:
 
     @property
     def table(self) -> CollectiveTable | None:
-        """Collectives measured inside a domain: those of the cluster file, else the catalogue's."""
+        """Returns collectives measured inside a domain: those of the cluster file, else the catalogue's."""
         if self.cluster.collectives:
             return measured_collectives(self.cluster.collectives)
         return collective_table(self.cluster.device.table) if self.cluster.device.table else None
@@ -89,18 +89,18 @@ class Wire:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of the device's own memory, for copies to and from communication buffers."""
+        """Returns bytes a second of the device's own memory, for copies to and from communication buffers."""
         return self.cluster.device.memory_bandwidth_gbps.value * 1e9
 
     def tier(self, group: RankGroup) -> int:
-        """The outermost tier that a group of this axis crosses: where nodes split one unevenly, its neighbours' too."""
+        """Returns the outermost tier that any group of this axis crosses: nodes may split groups unevenly."""
         for index, unit in enumerate(self.cluster.sizes):
             if _lies(group, unit, self.ranks or self.cluster.world_size)[0]:
                 return index
         return len(self.cluster.tiers) - 1
 
     def inside(self, group: RankGroup) -> int:
-        """How many ranks of a group lie in one unit of the innermost tier; the fewest where they are dealt unevenly."""
+        """Returns how many ranks of a group lie in one unit of the innermost tier: the fewest where dealt unevenly."""
         return _lies(group, self.cluster.sizes[0], self.ranks or self.cluster.world_size)[1]
 
     def collective(self, op: str, group: RankGroup, size_bytes: float) -> float:
@@ -166,7 +166,7 @@ class Wire:
         return bus_factor(op, ranks) * size_bytes / (own.gbps.value * 1e9 * share) + steps * own.latency_us.value * 1e-6
 
     def basis(self, op: str, group: RankGroup) -> str:
-        """Where the figure of a collective comes from."""
+        """Returns where the figure of a collective comes from."""
         if group.size <= 1:
             return "none"
         tier = self.tier(group)
@@ -218,13 +218,13 @@ class Wire:
         return _worst(self, tuple(sorted(came.items())), group)
 
     def _rate(self, tier: int) -> float:
-        """Bytes a second of one rank's own link."""
+        """Returns bytes a second of one rank's own link."""
         link = self.cluster.tiers[tier]
         share = INSIDE_SHARE if tier == 0 and link.gbps.kind != "measured" else 1.0
         return link.gbps.value * 1e9 * share
 
     def crosses(self, first: int, second: int) -> int:
-        """The tier over which two ranks talk."""
+        """Returns the tier over which two ranks talk."""
         for index, size in enumerate(self.cluster.sizes):
             if first // size == second // size:
                 return index

@@ -46,7 +46,7 @@ class ArraySource:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
-        """The samples at `indices`; `region`: (start, stop) along each dim of `global_shape`, read of fields alone."""
+        """Returns the samples at `indices`; `region`: (start, stop) along each dim of `global_shape`, for fields."""
         tensors = {}
         for name, array in self.arrays.items():
             if region is None or not self._has_space(array):

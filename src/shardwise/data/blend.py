@@ -93,7 +93,7 @@ def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Places of each source in a block: the largest remainders are rounded up, and every source has one at least."""
+    """Returns each source's places in a block: largest remainders are rounded up, every source has at least one."""
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
     counts = np.maximum(np.floor(exact).astype(int), 1)
     for index in np.argsort(-(exact - np.floor(exact)), kind="stable"):
@@ -157,7 +157,7 @@ class BlendOrder(Order):
         return source, number
 
     def _samples(self, index: int, length: int, numbers: np.ndarray) -> np.ndarray:
-        """The source's own order; its positions within a read are consecutive."""
+        """Returns the source's own order; its positions within a read are consecutive."""
         own = Order(length, seed=hash_of(self.seed, self.names[index]), shuffle=self.shuffle)
         low = int(numbers.min())
         return own.indices(low, int(numbers.max()) + 1)[numbers - low]

@@ -117,7 +117,7 @@ class BytesSource:
 
 
 def split(corpus: Corpus, seq_len: int, held_out: float = 0.05) -> tuple[BytesSource, BytesSource]:
-    """(train, held out): the windows at the end of the corpus are held out, at least one."""
+    """Returns (train, held out): the windows at the end of the corpus are held out, at least one."""
     if not 0 < held_out < 1:
         raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
     if seq_len < 1:
@@ -167,12 +167,12 @@ def write_corpus(
 
 
 def cache() -> Path:
-    """shardwise's folder in the user's cache (XDG_CACHE_HOME or ~/.cache)."""
+    """Returns shardwise's folder in the user's cache (XDG_CACHE_HOME or ~/.cache)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
 
 
 def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: int = STANDARD_LIBRARY_LIMIT) -> Corpus:
-    """The source code of this Python's standard library, at most `limit` bytes, built once and kept.
+    """Returns the source code of this Python's standard library, at most `limit` bytes, built once and kept.
 
     `cache_folder` is by default `cache()`.
     """
@@ -187,7 +187,7 @@ def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: in
 
 
 def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
-    """The .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
+    """Returns the .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]

@@ -96,7 +96,7 @@ class FieldSource:
 
     @property
     def global_shape(self) -> tuple[int, int]:
-        """Rows and columns of a field: a rank of a plan that cuts space reads its tile of them alone."""
+        """Returns (rows, columns) of a field, of which a rank of a plan that cuts space reads its tile alone."""
         (y0, y1), (x0, x1) = self.region
         return y1 - y0, x1 - x0
 
@@ -263,7 +263,7 @@ class FieldSource:
         return mean, std
 
     def _origin(self) -> dict[str, Any]:
-        """Returns what the statistics depend on, which is kept beside them in their file."""
+        """Returns the facts that the statistics depend on (kept in their file, to tell when they are stale)."""
         sizes = [file.stat().st_size if file.is_file() else None for file in self.grid.files]
         names = {name for group in self.groups.values() for name in group}
         return {"files": [[file.name, size] for file, size in zip(self.grid.files, sizes, strict=True)],

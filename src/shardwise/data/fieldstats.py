@@ -32,7 +32,7 @@ class Moments:
         self.squares = np.zeros(channels)
 
     def add(self, field: np.ndarray) -> None:
-        """Values (C, y, x), NaN where missing."""
+        """Adds values (C, y, x), NaN where missing, to the sums of each channel."""
         flat = field.reshape(len(self.count), -1)
         there = ~np.isnan(flat)
         count = there.sum(1)
@@ -47,7 +47,7 @@ class Moments:
 
 
 def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.ndarray]]) -> dict[str, dict[str, float]]:
-    """Channel -> {"mean", "std", "count"}; `names` gives the channels of each variable, `fields` its values."""
+    """Returns channel -> {"mean", "std", "count"}; `names` gives the channels of each variable, `fields` its values."""
     stats: dict[str, dict[str, float]] = {}
     for variable, channels in names.items():
         moments = Moments(len(channels))
@@ -66,7 +66,7 @@ def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.nd
 def load_or_compute(
     path: Path, origin: dict[str, Any], compute: Callable[[], dict[str, dict[str, float]]]
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """The figures in `path` where they are of `origin`; else, where there is no file, computed and written there."""
+    """Returns the figures in `path` where they are of `origin`; where there is no file, computes and writes them."""
     if path.exists():
         return _read(path, origin)
     figures = compute()

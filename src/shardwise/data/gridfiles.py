@@ -54,7 +54,7 @@ class GridFiles:
         return {**vars(self), "_open_files": OrderedDict()}
 
     def find(self, name: str) -> FileVariable:
-        """A variable as the first file has it; `InputError` where none does."""
+        """Returns a variable as the first file has it; `InputError` where none does."""
         if name not in self.variables:
             raise InputError(
                 f"FieldSource: no variable {name!r} in {self.files_text()}; there are "
@@ -63,11 +63,11 @@ class GridFiles:
         return self.variables[name][0][1]
 
     def files_text(self) -> str:
-        """The files, for messages."""
+        """Returns the files, for messages."""
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:
-        """Returns, by file, how many times of a variable it has."""
+        """Returns, by file, the number of time steps of a variable."""
         first = self.find(name)
         for number, var in self.variables[name]:
             if var.dims != first.dims or var.shape[1:] != first.shape[1:]:

@@ -81,12 +81,12 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next step reads from."""
+        """Returns the epoch that the next step reads from."""
         return self._steps.span(self._position)[0] // self.order.length
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch."""
+        """Returns steps of a whole epoch."""
         whole, rest = divmod(self.order.length, self._steps.batch_size)
         return whole + (1 if rest and not self._steps.drop_last else 0)
 

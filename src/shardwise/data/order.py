@@ -68,7 +68,7 @@ def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def permuted(places: np.ndarray, length: int, keys: tuple[int, ...]) -> np.ndarray:
-    """Applies a keyed bijection of [0, length) to uint64 `places`."""
+    """Returns `places` (uint64) under a keyed bijection of [0, length)."""
     rows = math.isqrt(length - 1) + 1
     rows += rows % 2  # an odd grid of odd cycles would reach even permutations only
     columns = -(-length // rows)
@@ -81,7 +81,7 @@ def permuted(places: np.ndarray, length: int, keys: tuple[int, ...]) -> np.ndarr
 
 
 def _feistel(cells: np.ndarray, rows: int, columns: int, keys: tuple[int, ...]) -> np.ndarray:
-    """A bijection of [0, rows * columns): row and column are shifted in turn by a hash of the other."""
+    """Returns a bijection of [0, rows * columns): row and column are shifted in turn by a hash of the other."""
     row, column = np.divmod(cells, np.uint64(columns))
     for index, key in enumerate(keys):
         if index % 2 == 0:

@@ -26,7 +26,7 @@ from shardwise.task import Source
 
 @dataclass(frozen=True)
 class Steps:
-    """How positions become parts; immutable, so that a background thread may share it."""
+    """Maps positions in the data to steps and their parts; immutable, so that a background thread may share it."""
 
     source: Source
     order: Order
@@ -97,14 +97,14 @@ class Steps:
 
 
 def read(source: Source, indices: list[int]) -> Any:
-    """`source.read`, with the shape of its answer checked."""
+    """Returns `source.read(...)`, the shape of its answer checked."""
     batch = source.read(indices)
     check_samples(batch, len(indices), name=f"{type(source).__name__}.read(...)")
     return batch
 
 
 def length_of(source: Source) -> int:
-    """`len(source)`, or an `InputError` where the source is empty or is no source at all."""
+    """Returns `len(source)`; raises `InputError` where the source is empty or is no source at all."""
     name = type(source).__name__
     if not isinstance(source, Source):
         raise InputError(

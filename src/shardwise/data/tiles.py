@@ -114,7 +114,7 @@ def _chunk(owners: Owners) -> int:
 
 
 def _is_first(output: torch.Tensor, engine: Engine) -> bool:
-    """Whether this rank is the first of those that hold the same of an output."""
+    """Whether this rank is the first of the ranks that hold the same elements of an output."""
     mesh, cut = engine.state.mesh, {name for name, _, _ in cuts_of(output)}
     return all(axis.index == 0 for axis in (*mesh.inner, mesh.tp) if axis.name not in cut)
 

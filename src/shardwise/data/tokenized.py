@@ -29,7 +29,7 @@ def tokenized(
     paths: str | Path | Iterable[str | Path], tokenizer: str | Path | None = None, *,
     cache_folder: str | Path | None = None,
 ) -> Path:  # fmt: skip
-    """The path of a .npy file with the tokens of text files, made if it is not there yet.
+    """Returns the path of a .npy file with the tokens of text files, made if it is not there yet.
 
     paths         files or patterns ("texts/*.txt"); a name that ends in .jsonl is JSON lines with a `text` each
     tokenizer     a folder with tokenizer.json, or such a file; None: UTF-8 bytes

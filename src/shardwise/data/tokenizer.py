@@ -27,7 +27,7 @@ FILE = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What sources need of a tokenizer.
+    """A tokenizer as sources use it.
 
     encode  text -> tokens, without special tokens
     decode  tokens -> text; None where it cannot
@@ -118,7 +118,7 @@ def _told_end(folder: Path, tokenizer: Any) -> int | None:
 
 
 def _entry(path: Path, key: str) -> Any:
-    """The value of a key in a file of JSON; None where there is no such file or key."""
+    """Returns the value of a key in a file of JSON; None where there is no such file or key."""
     if not path.is_file():
         return None
     try:

@@ -52,7 +52,7 @@ class TokenSource:
         return self.span[1] - self.span[0]
 
     def over(self, start: int, stop: int) -> TokenSource:
-        """The windows [start, stop) of this source, as a source."""
+        """Returns the windows [start, stop) of this source, as a source."""
         if not 0 <= start < stop <= len(self):
             raise InputError(f"windows [{start}, {stop}) do not lie in a source of {len(self)}")
         part = copy(self)
@@ -60,7 +60,7 @@ class TokenSource:
         return part
 
     def split(self, held_out: float = 0.05) -> tuple[TokenSource, TokenSource]:
-        """(train, held out): the windows at the end are held out, at least one."""
+        """Returns (train, held out): the windows at the end are held out, at least one."""
         if not 0 < held_out < 1:
             raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
         held_windows = max(1, round(len(self) * held_out))

@@ -30,7 +30,7 @@ PRELOAD = ["torch", "shardwise.data.workers"]
 
 @dataclass
 class _Reader:
-    """What a worker holds: reads the step that stands at [start, stop)."""
+    """The data set of a worker: reads the step that stands at [start, stop)."""
 
     steps: Steps
 
@@ -62,7 +62,7 @@ class _Spans:
 def read_in_workers(
     steps: Steps, position: int, end: int | None, *, workers: int, ahead: int, timeout_s: float
 ) -> Iterator[tuple[list[Share], int]]:
-    """(parts, position after them) of each step from `position`, read by `workers` processes."""
+    """Returns (parts, position after them) of each step from `position`, read by `workers` processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     loader: Any = DataLoader(

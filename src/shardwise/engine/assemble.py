@@ -102,7 +102,7 @@ def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> 
 
 
 def _full_shapes(applied: Applied, pairs: Collection[str]) -> list[torch.Size]:
-    """Returns the shape that one process has of each trained parameter that this rank holds."""
+    """Returns the unsharded shape of each trainable parameter of this rank, in order."""
     shapes = []
     for name, param in trainable(applied.module):
         # the last dim of pairs is (real, imaginary)

@@ -255,7 +255,7 @@ def _check_union(
 
 
 def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
-    """Whether random numbers drawn before a stage are used in it, or decided by, without coming from the one before."""
+    """Whether a stage uses, or branches by, random numbers drawn before it that the stage before does not send."""
     starts = [stage.start for stage in stages[1:]]
     uses = [(made, last) for drawn, made, last in zip(flow.drawn, flow.made, flow.last_use, strict=True) if drawn]
     uses += [(time, flow.around(time).exit) for time in flow.read_draws]
@@ -277,7 +277,7 @@ def _agree(cut: StagePlacement, mesh: Mesh) -> None:
 
 
 def _notices(cut: StagePlacement, notice: str) -> list[str]:
-    """Returns what the user reads of the cut: where stages begin, their shares of the work, and how long ranks wait."""
+    """Returns notices on the cut: where stages begin, their shares of the work, and how long ranks wait."""
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     entries = [stage.entry.call for stage in cut.stages if stage.entry is not None]

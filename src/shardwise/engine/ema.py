@@ -40,7 +40,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights into the average; to be called after each step."""
+        """Averages the current weights in; to be called after each step."""
         if self._masters:  # torch refuses an empty list
             torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], 1 - self.decay)
 

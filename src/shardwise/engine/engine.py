@@ -228,65 +228,65 @@ class Engine:
 
     @property
     def task(self) -> Task:
-        """What is trained."""
+        """Returns the task that is trained."""
         return self.state.task
 
     @property
     def plan(self) -> Plan:
-        """The plan that this engine runs."""
+        """Returns the plan that this engine runs."""
         return self.state.plan
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's place and its groups."""
+        """Returns this rank's place and its groups."""
         return self.state.mesh
 
     @property
     def module(self) -> nn.Module:
-        """The model as this rank has it; with shares of its weights where the plan cuts them."""
+        """Returns the model as this rank has it; with shares of its weights where the plan cuts them."""
         return self.state.module
 
     @property
     def technique(self) -> DataParallel:
-        """The data-parallel technique (replicas, flat shards, FSDP2) that owns the weights' storage."""
+        """Returns the data-parallel technique (replicas, flat shards, FSDP2) that owns the weights' storage."""
         return self.state.technique
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer over this rank's pieces."""
+        """Returns the optimizer over this rank's pieces."""
         return self.state.optimizer
 
     @property
     def notices(self) -> list[str]:
-        """Sentences for the user about this run, so far."""
+        """Returns sentences for the user about this run, so far."""
         return self.state.notices
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
+        """Returns optimizer steps so far, skipped ones included."""
         return self.state.steps_done
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Returns this rank's device."""
         return self.mesh.device
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Returns this process's rank in the run."""
         return self.mesh.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks in the run."""
+        """Returns ranks in the run."""
         return self.plan.world_size
 
     @property
     def data_rank(self) -> int:
-        """Which part of each micro-batch this rank takes."""
+        """Returns which part of each micro-batch this rank takes."""
         return self.state.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """Parts that each micro-batch is dealt into."""
+        """Returns parts that each micro-batch is dealt into."""
         return self.state.data_ranks

@@ -24,7 +24,7 @@ def spread_experts(
 
 
 def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any) -> list[Stack]:
-    """Returns what `row_wise_experts` does, found by rank 0 for all. Collective."""
+    """Returns the stacks of `row_wise_experts`, found by rank 0 for all. Collective."""
     return _from_rank_0(lambda: row_wise_experts(task, precision, built, batch), mesh)
 
 
@@ -34,7 +34,7 @@ def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any)
 
 
 def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
-    """Returns what `find` gives on rank 0, on every rank. Collective."""
+    """Returns, on every rank, the stacks that `find()` returns on rank 0. Collective."""
     rows = of_first(  # as JSON, which keeps no classes and makes lists of tuples
         lambda: [[s.path, s.experts, s.names, [s.call.rows, s.call.index, s.call.weight], s.counters] for s in find()],
         mesh.world, mesh.device,

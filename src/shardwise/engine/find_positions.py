@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
-from shardwise.comm import Axis, Ledger, gather_rows, of_first
+from shardwise.comm import Axis, of_first
+from shardwise.engine.collectives_met import Collectives, Met, check_met
 from shardwise.errors import RefusedPlan, ShardwiseError
-from shardwise.host import put, read
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.mesh import Mesh
@@ -37,7 +37,7 @@ from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.task_names import is_own, where
 from shardwise.trace.blocks import find_blocks
-from shardwise.trace.deferred import Built, seed_of
+from shardwise.trace.deferred import Built
 from shardwise.trace.known_values import as_real
 from shardwise.trace.without_gradient import HooksLeftOut
 
@@ -71,7 +71,7 @@ def find_positions(
         place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
         # rank 0 has tried the ends for all; a share between them may have other extents
         met = (None, chosen["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
-        _agree(mesh, place, *met)
+        check_met(mesh, place, *met)
     shape, size_bytes = chosen["mask"]
     positions = replace(
         positions, routes=tuple(chosen["routes"]), mask=(tuple(shape), size_bytes), past=chosen["past"],
@@ -91,7 +91,7 @@ def _ends(positions: Positions) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Noted:
-    """What rehearsals of one candidate noted.
+    """Notes of the rehearsals of one candidate, filled by `_rehearse`.
 
     results    how each leaf of a submodule's result is cut, by (path, number of the call)
     attention  its calls
@@ -105,10 +105,8 @@ class _Noted:
 
 
 ON_HALF = "the module does not run on half"
-# of each axis, a number for the collectives met, in order, over it and those further out; then one for their sizes
-_Met = tuple[int, ...]
 # (positions, place on their axes, what to note in) -> (the refusal, if any; collectives)
-_Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, _Met]]
+_Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, Met]]
 
 
 def _search(
@@ -140,7 +138,7 @@ def _first_through(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:  # fmt: skip
-    """Returns (what `_search` does, or None where no candidate passes; what stopped others -> what to write)."""
+    """Returns (the dict of `_search`, None where no candidate passes; why others failed -> what to write instead)."""
     stopped: dict[str, str] = {}
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
@@ -190,19 +188,19 @@ def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
 
 
 def _by_name(positions: Positions) -> str:
-    """Returns what to write in `Task` for dims that are positions though the module runs on one length alone."""
+    """Returns the `Task(sequence=...)` to write for dims of positions, of a module that runs on one length alone."""
     pairs = zip(positions.names, positions.cuts, strict=True)
     dims = ", ".join(f'"{name}": {cuts[0][0]}' for name, cuts in pairs if cuts)
     return f"Task(sequence={{{dims}}}) says that they are positions, of a module that runs on one length alone"
 
 
 def _of_integers(positions: Positions, batch: Any) -> bool:
-    """Whether what would be cut holds integers, as tokens do: dims of pictures seldom are a sequence."""
+    """Whether a tensor to be cut holds integers, as tokens do: a dim of a picture is seldom a sequence."""
     pairs = zip(tree_flatten(batch)[0], positions.cuts, strict=True)
     return any(cuts and not leaf.is_floating_point() for leaf, cuts in pairs)
 
 
-def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[_Met]]:
+def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[Met]]:
     """Returns the first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
@@ -218,7 +216,7 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
 
 def _tried(
     positions: Positions, trial: _Trial, noted: _Noted
-) -> tuple[Positions, RefusedPlan | None, list[_Met]]:  # fmt: skip
+) -> tuple[Positions, RefusedPlan | None, list[Met]]:  # fmt: skip
     """Returns (the positions, a trial's first refusal or None, its collectives).
 
     Tables inside the module stay whole in the positions if they have to.
@@ -274,7 +272,7 @@ def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any, sample
 
 
 def _names(batch: Any) -> tuple[str, ...]:
-    """Returns the names of a batch's leaves: `x` of a dict, `batch[0]` of a tuple."""
+    """Returns the names of a batch's leaves: `x` in a dict, `batch[0]` in a tuple."""
     return tuple(name_of(path) for path, _ in tree_flatten_with_path(batch)[0])
 
 
@@ -307,12 +305,12 @@ def runs(task: Task, built: Built, batch: Any) -> bool:
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
-) -> tuple[RefusedPlan | None, _Met]:  # fmt: skip
+) -> tuple[RefusedPlan | None, Met]:  # fmt: skip
     """Returns the refusal, or None, of a trial forward and backward at a place on the axes, and its collectives.
 
     Nothing is sent.
     """
-    met = _Collectives()
+    met = Collectives()
     axes = zip(positions.axes, place, strict=True)
     silent = {axis.name: replace(axis, index=index, rehearsal=met) for axis, index in axes}
     positions = positions.over(lambda axis: silent[axis.name])
@@ -346,70 +344,6 @@ def _rehearse(
         return refused, (0,) * (2 * len(positions.axes))
     finally:
         derived.ledger = ledger
-
-
-class _Collectives(Ledger):
-    """A ledger that keeps the order in which a forward and backward came to the collectives that all ranks come to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, str, int]] = []
-
-    def record(self, tag: str, op: str, axis: str, full_bytes: int, *numbers: Any, **more: Any) -> None:
-        """Note a collective, as any ledger does, and its place among the others."""
-        super().record(tag, op, axis, full_bytes, *numbers, **more)
-        if op != "point_to_point":  # blocks on their way around a ring visit those who read them
-            self.calls.append((op, axis, full_bytes if op != "all_to_all" else 0))
-
-    def numbers(self, axes: Sequence[str]) -> _Met:
-        """Returns a hash for each axis, outermost first, of the calls over it and those further out; then of sizes.
-
-        What ranks gather or sum has one size on all ranks of an axis; what they exchange has not.
-        """
-        order = [
-            " ".join(f"{op}:{axis}" for op, axis, _ in self.calls if axis in axes[: d + 1]) for d in range(len(axes))
-        ]
-        sizes = [" ".join(f"{op}:{size}" for op, on, size in self.calls if on == axis) for axis in axes]
-        return tuple(seed_of(said) % 2**50 for said in (*order, *sizes))
-
-    def clear(self) -> None:
-        """Forget all collectives."""
-        super().clear()
-        self.calls.clear()
-
-
-MOST_SAID = 600  # characters of a refusal that one rank alone came to
-
-
-def _agree(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: _Met) -> None:
-    """Raise `RefusedPlan` on all ranks where one refused its share, or where collectives do not meet. Collective.
-
-    The ends alone are tried by all; what lies between may have other extents, or none. Ranks that share no group of an
-    axis may come to other collectives over it: those over axes further out, which they share, stay in one order. Sizes
-    are those of a group's own ranks.
-    """
-    # One row of a fixed size: whether each refuses, its text, and its collectives.
-    said = (str(error) if error is not None else "").encode()[:MOST_SAID]
-    depth = len(place)
-    mine = [*map(float, (*place, *met)), float(error is not None), *map(float, said.ljust(MOST_SAID))]
-    rows = read(gather_rows(put(mine, mesh.device), mesh.world), "which shares were tried")
-    for rank, (refused, *letters) in enumerate(row[depth + len(met) :] for row in rows):
-        if refused:
-            reason = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
-            raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {reason}")
-    first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out, or on all others
-    for rank, row in enumerate(rows):
-        for at in range(2 * depth):
-            beside = row[:at] if at < depth else [*row[: at - depth], *row[at - depth + 1 : depth]]
-            other, number = first.setdefault((at, *beside), (rank, row[depth + at]))
-            if number == row[depth + at]:
-                continue
-            raise RefusedPlan(
-                f"ranks {other} and {rank} would not come to the same collectives with their shares of the batch, and "
-                "wait for each other: their sizes differ, or values that decide what is computed (a mask of which one "
-                "share is all true, where another has padding): use sizes that divide evenly, masks alike, or fewer "
-                "ranks"
-            )
 
 
 @contextmanager

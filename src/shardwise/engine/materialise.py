@@ -223,4 +223,4 @@ def hold_recurrent(module: nn.Module) -> None:
 
 
 def _nothing() -> None:
-    """Leaves weights where they lie."""
+    """Does nothing: weights stay where they lie."""

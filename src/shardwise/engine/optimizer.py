@@ -40,7 +40,7 @@ _TRIAL_TOLERANCE = 1e-9  # of the largest update
 
 @dataclass(frozen=True)
 class Nature:
-    """What the trial found: one of `KINDS`, and the narrowest dtype it computes in."""
+    """How an optimizer updates: its kind (one of `KINDS`), and the narrowest dtype that it computes in."""
 
     kind: str
     narrow: torch.dtype | None
@@ -58,7 +58,7 @@ class Nature:
 
 
 class _NarrowDtypes(TorchDispatchMode):
-    """Notes results of fewer bits than float64 that float64 inputs were turned into."""
+    """Mode that notes results of fewer bits than the float64 inputs that they were computed from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> Non
 
 
 def _trial(attempt: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
-    """Returns the attempt's result; None when the optimizer rejects pieces (Muon takes matrices only)."""
+    """Returns `attempt()`'s tensors; None where the optimizer rejects pieces (Muon takes matrices only)."""
     try:
         return attempt()
     except (ValueError, RuntimeError, IndexError, TypeError):
@@ -194,7 +194,7 @@ def _whole(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def _in_pieces(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
-    """Returns tensors, flat, that two ranks have updated in turn, each its piece of every tensor."""
+    """Returns the flat tensors after an update by two simulated ranks, each of its piece of every tensor."""
     flats = [value.clone().view(-1) for value in values]
     shapes = [value.shape for value in values]
     for rank in range(2):
@@ -210,7 +210,7 @@ def _in_pieces(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
-    """Returns tensors, each updated while the others have no gradient, as on the rank that owns it."""
+    """Returns the tensors after updates one at a time, the others without gradients, as on an owner's rank."""
     done = []
     for index in range(len(values)):
         params = [nn.Parameter(value.clone()) for value in values]

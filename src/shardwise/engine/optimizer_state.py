@@ -29,7 +29,7 @@ from shardwise.step.state import RankState
 
 @dataclass
 class _Row:
-    """What one rank holds of the state of one parameter; plain JSON in the table.
+    """One rank's share of one parameter's state; plain JSON in the table that ranks gather.
 
     piece     shape of what its optimizer updates
     whole     that is the whole parameter
@@ -57,7 +57,7 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
     by_rank = [{name: _Row(**row) for name, row in ranks_rows.items()} for ranks_rows in table]
     forms = {name: _Form(name, by_rank, _source(state, name)) for name in state.all_names}
     leaves = _leaves(state, forms, tensors_of, rows)
-    if state.staged is not None:
+    if state.staged is not None:  # a rank has the state of its own stages alone
         leaves = to_all_stages(state.staged, leaves, [name for name in state.all_names for _ in forms[name].sent])
     for name in state.all_names:
         form = forms[name]
@@ -96,7 +96,7 @@ def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tenso
 
 
 class _Form:
-    """How the state of one parameter is made of what the ranks hold, the same on all ranks that meet in collectives.
+    """The recipe for one parameter's whole state from the ranks' shares, the same on all ranks that exchange them.
 
     template  the state with numbers for tensors; None: there is none
     from_table  tensors of one element, by number: they came with the table

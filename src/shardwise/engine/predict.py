@@ -81,7 +81,7 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
 
 
 def _wrong(leaves: list[Any], count: int) -> str | None:
-    """Returns why these leaves cannot be put together by samples, None where they can."""
+    """Returns why these output leaves cannot be joined along samples, None where they can."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.shape[:1] != (count,):

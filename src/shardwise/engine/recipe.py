@@ -100,18 +100,7 @@ def apply_plan(
     hold_recurrent(module)  # before anything else runs it
     # before FSDP2 and masters put others in their places, which an optimizer may ask for them
     marks = {name: dict(param.__dict__) for name, param in module.named_parameters() if param.__dict__}
-    notices = [built.notice] if built.notice else told_of_drawn(built)
-    refuse(module, plan)
-    refuse_scripted(module, plan)
-    # Found by names alone, at no cost; whether it does takes a forward.
-    replaces = may_replace(module) and (few is not None or has_samples(task))
-    if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
-        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
-    notices += hold_replaced(task, precision, built, few) if replaces else []
-    # Before cuts are looked for: shards, shares and messages are of real numbers.
-    built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
-    notices += _other_dtypes(module, plan, precision)
-    make_gradients_dense(module)
+    few, notices = _made_fit(task, plan, mesh, precision, built, few)
     with refusing_others(partial(own_collective, plan)):  # which one rank, that searches for all, would wait in
         spread = _spread(task, plan, mesh, precision, built, few, samples)
     notices += spread.notices()
@@ -123,13 +112,7 @@ def apply_plan(
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = blocks_of(module, plan.wrap, nested=nested)
     trained = [name for name, _ in trainable(module)]
-    inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
-    cut: StagePlacement | None = None
-    if plan.pp > 1:
-        from shardwise.engine.cutting import cut_module
-
-        with refusing_others(partial(own_collective, plan)):
-            cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable)
+    cut = _cut_stages(task, plan, mesh, precision, built, blocks, spread)
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -168,6 +151,42 @@ def apply_plan(
     )  # fmt: skip
 
 
+def _made_fit(
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any
+) -> tuple[Any, list[str]]:
+    """Returns (the few samples, read where the plan needs some; notices), the module changed to one a plan can hold.
+
+    Parameters that a forward replaces become buffers, complex ones pairs, sparse gradients dense. Collective.
+    """
+    module = built.module
+    notices = [built.notice] if built.notice else told_of_drawn(built)
+    refuse(module, plan)
+    refuse_scripted(module, plan)
+    # Found by names alone, at no cost; whether it does takes a forward.
+    replaces = may_replace(module) and (few is not None or has_samples(task))
+    if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
+        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
+    notices += hold_replaced(task, precision, built, few) if replaces else []
+    # Before cuts are looked for: shards, shares and messages are of real numbers.
+    built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)
+    notices += _other_dtypes(module, plan, precision)
+    make_gradients_dense(module)
+    return few, notices
+
+
+def _cut_stages(
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks, spread: _Spread
+) -> StagePlacement | None:
+    """Returns the pipeline stages, experts' modules undivided; None for a plan without. Collective."""
+    if plan.pp <= 1:
+        return None
+    from shardwise.engine.cutting import cut_module
+
+    inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
+    with refusing_others(partial(own_collective, plan)):
+        return cut_module(task, plan, mesh, precision, built, blocks, inseparable)
+
+
 def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -> Chunks | None:
     """Let wide products of the blocks wait, to be computed in chunks of positions; returns their counts, or None."""
     if plan.position_chunks <= 1:
@@ -181,7 +200,7 @@ def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -
 
 @dataclass
 class _Spread:
-    """What of a module lies on several ranks: weights over tp, experts over ep, positions over the inner axes.
+    """What a plan spreads of a module: weights over tp, experts over ep, positions over the inner axes.
 
     row_wise  modules of experts that are given a rank's own rows, where positions are cut
     """
@@ -228,7 +247,7 @@ class _Spread:
 def _spread(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any, samples: int | None
 ) -> _Spread:  # fmt: skip
-    """Returns what the plan spreads of the module, found from a few samples. Collective."""
+    """Returns the `_Spread` of the module: cut weights, dealt experts, cut positions, by a few samples. Collective."""
     spread = _Spread()
     # In this order: tp cuts the inside of what ep deals, and positions are tried with tp's cuts in place.
     if plan.ep > 1:
@@ -381,7 +400,7 @@ def _whole_module(
         technique = Replicate(named, mesh.gradients, precision, order, pairs)
     if spread:
         technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.sharded)
-    if precision.mixed:
+    if precision.mixed:  # from the values again, since the module's weights were rounded
         for index, (name, _) in enumerate(trainable(module)):
             technique.load_masters(index, value_of(name).to(mesh.device))
     return technique

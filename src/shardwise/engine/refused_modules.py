@@ -20,7 +20,7 @@ def refuse(module: nn.Module, plan: Plan) -> None:
 
 
 def works_inside(plan: Plan) -> bool:
-    """Whether the plan shards, cuts or sends a module's weights, which is done with real numbers alone."""
+    """Whether the plan shards, cuts or sends a module's weights; complex ones are then held as real pairs."""
     return plan.sharded.weights or plan.tp > 1 or plan.pp > 1 or plan.ep > 1
 
 

@@ -42,7 +42,7 @@ def derive_cuts(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, followed: Followed | None = None,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """Returns what each of `plan.tp` ranks holds of each parameter, from a few samples. Needs no process group.
+    """Returns the cuts of each parameter over `plan.tp` ranks, derived from a few samples. Needs no process group.
 
     followed  what earlier calls for this task and precision found, whatever the degree; grows
     dealt     stacked weights whose experts ep deals: tp cuts the inside of each

@@ -87,17 +87,17 @@ def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Pl
 
 
 def _units(state: RankState) -> list[Unit]:
-    """Returns what moves together, in the order of the optimizer's parameters: one, or the pieces of a bucket."""
+    """Returns the `Unit`s that move together, in the optimizer's order: a parameter each, or a bucket's pieces."""
     # a device's masters stay: their gradients lie beside them, and torch has no gradient on another device
     masters = state.technique.wide_masters() if state.owners is None and on_host(state.device) else []
-    known: dict[tuple, dict] = {}
+    states_by_kind: dict[tuple, dict] = {}
     units: list[Unit] = []
     of_master: dict[int, Unit] = {}
     for number, group in enumerate(state.optimizer.param_groups):
         for param in group["params"]:
             kind = (number, param.shape, param.stride(), param.dtype, *sorted(map(str, vars(param).items())))
-            if kind not in known:
-                known[kind] = kept_for(state.optimizer, number, param) if param.numel() else {}
+            if kind not in states_by_kind:
+                states_by_kind[kind] = kept_for(state.optimizer, number, param) if param.numel() else {}
             wide = _master_of(param, masters)
             if wide is None or wide not in of_master:
                 units.append(Unit([], [], wide, None if wide is None else rules.spec_of(masters[wide][1])))
@@ -106,7 +106,7 @@ def _units(state: RankState) -> list[Unit]:
                     of_master[wide] = units[-1]
             unit = units[-1] if wide is None else of_master[wide]
             unit.params.append(param)
-            unit.states.append(known[kind])
+            unit.states.append(states_by_kind[kind])
     return units
 
 

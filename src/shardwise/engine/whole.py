@@ -50,7 +50,7 @@ def full_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _born_later(staged: StagedForward, buffers: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Returns name -> first rank of the pipeline that has it, of buffers that a forward made since. Collective."""
+    """Returns name -> first pipeline rank that has it, for buffers that a forward has created. Collective."""
     later = gather_json(sorted(buffers.keys() - staged.cut.buffers.keys()), staged.axis, staged.device)
     # reversed, so that the first rank is the one that stays
     return {name: index for index, names in reversed([*enumerate(later)]) for name in names}
@@ -106,7 +106,7 @@ def together(state: RankState, name: str, piece: Gathering) -> Gathering:
 
 
 def put_together(state: RankState, name: str, share: Any) -> Any:
-    """Returns the whole tensor of this rank's share over tp and ep, itself no piece by ZeRO. Collective."""
+    """Returns the whole tensor, gathered over tp and ep from this rank's share, which ZeRO has not cut. Collective."""
     return gathered_alone(together(state, name, ready(share)))
 
 

@@ -86,7 +86,7 @@ class RankWatch:
         return {rank: seen for rank, seen in seen_by_rank.items() if seen is not None}
 
     def look(self, now: float, gone: Iterable[int] = ()) -> Finding | None:
-        """Returns what hangs at this time; None where nothing does. `gone`: ranks whose processes have ended."""
+        """Returns the `Finding` of a hang at this time; None where nothing hangs. `gone`: ranks that have ended."""
         ranks, ended = self.see(), set(gone)
         # one that raised is not counted: its report, which tells why, is on its way
         ended |= {rank for rank, seen in ranks.items() if seen.state == DONE}
@@ -274,7 +274,7 @@ def _odd_one(entries: Mapping[int, IssuedCollective], key: str, number: int, gro
 
 
 def _alike(entries: Mapping[int, IssuedCollective], rank: int) -> int:
-    """Returns how many ranks issued what this one did."""
+    """Returns how many ranks issued the same collective as this rank."""
     return sum(not differ(entries[rank], entry) for entry in entries.values())
 
 

@@ -21,7 +21,7 @@ VARIABLE = "SHARDWISE_AT_POINTS"
 
 @dataclass(frozen=True)
 class RunPhase:
-    """What follows a point.
+    """The phase of a run that begins at a point: its deadline, and its words in messages.
 
     deadline  the name of its deadline
     words     what a slow rank is slow in, for a message; "": it is not named

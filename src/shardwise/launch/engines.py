@@ -125,6 +125,6 @@ def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
 
 
 def _reason(said: str) -> str:
-    """Returns what a client said in its refusal, on one line."""
+    """Returns the reason in a client's refusal, on one line."""
     lines: Sequence[str] = [line.strip() for line in said.splitlines() if line.strip()]
     return "; ".join(lines[-3:]) or "it gave no reason"

@@ -77,7 +77,7 @@ def _command(job: LaunchJob, words: list[str]) -> list[str]:
 
 
 def _kept(word: str) -> str:
-    """Returns a word in which Kubernetes puts no variable: `$$(` is its `$(`."""
+    """Returns the word with `$(` written as `$$(`, so that Kubernetes expands no variable in it."""
     return word.replace("$(", "$$(")
 
 

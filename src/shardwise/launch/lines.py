@@ -45,7 +45,7 @@ def start_line(command: str, plan: Plan, per_node: int = USUAL_NODE) -> str:
 
 
 def start_hint(line: str, plan: Plan, per_node: int = USUAL_NODE) -> list[str]:
-    """Returns what to say beside a line that is run on several hosts; [] for one that is run on one."""
+    """Returns the remark beside a line that has to be run on several hosts; [] for a line of one host."""
     if not line.startswith("torchrun"):
         return []
     nodes = plan.world_size // max(count for count in range(1, per_node + 1) if plan.world_size % count == 0)

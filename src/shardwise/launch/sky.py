@@ -51,7 +51,7 @@ def _accelerators(job: LaunchJob) -> dict[str, Any]:
 
 
 def _mounts(job: LaunchJob) -> dict[str, Any]:
-    """Returns what holds the runs: a volume, or of a single node a bucket, which each node keeps a cache of."""
+    """Returns the mount for runs: a volume, or, for a single node, a bucket, of which the node keeps a cache."""
     assert job.volume is not None
     if "://" not in job.volume:
         return {"volumes": {job.folder: job.volume}}

@@ -19,7 +19,7 @@ Run = tuple[int, int]  # [low, high) of leaves
 
 
 def middle(low: int, high: int) -> int:
-    """Returns where the node over [low, high) parts; at least two leaves."""
+    """Returns the leaf at which the node over [low, high), of at least two leaves, splits into its children."""
     return (low + high) // 2
 
 

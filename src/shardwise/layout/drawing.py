@@ -32,7 +32,7 @@ def _label(schedule: Schedule, op: Op) -> str:
 
 
 def summary(schedule: Schedule, times: Times | None = None) -> list[str]:
-    """Returns what is counted from the table, a line each."""
+    """Returns figures counted from the table, a line of text each."""
     per_rank = schedule.stages // schedule.ranks
     of = "" if per_rank == 1 else f" of 1/{per_rank} of a rank's layers each"
     return [
@@ -46,7 +46,7 @@ _COLOURS = {"F": "#9ecae1", "B": "#fdd0a2", "I": "#fdae6b", "W": "#a1d99b"}
 
 
 def as_svg(schedule: Schedule, times: Times | None = None) -> str:
-    """Returns the same table as a picture."""
+    """Returns the table as an SVG picture."""
     done = schedule.timeline(times)
     end_of_all = max(end for _, end in done.values())
     wide, high, left = 26.0, 26.0, 60.0

@@ -1,4 +1,4 @@
-"""What `offload=` says: which class of state lies in which tier between steps, and how much of it; no torch.
+"""What `offload=` says. A new tier (`TIERS`): also engine/tiers, tiers/, costs/offload, costs/memory, simulator/held.
 
 offload=optimizer                  all of the optimizer's state in the host's memory
 offload=optimizer:disk             in a file on a disk of the host
@@ -33,21 +33,21 @@ class Placement:
 
 
 def placements(text: str, state: str = "") -> tuple[Placement, ...]:
-    """Returns what a plan's `offload` says, of one class or of all; raises `InputError` for what says nothing."""
+    """Returns the `Placement`s that a plan's `offload` text says, of one class or all; `InputError` for other text."""
     if text == "none":
         return ()
     if state:
         return tuple(placement for placement in placements(text) if placement.state == state)
     if not isinstance(text, str):
         raise InputError(f"plan: offload must be a text such as optimizer:disk, got {text!r}")
-    found = tuple(_placement(part.strip(), text) for part in text.split("|"))
-    if len({(one.state, one.tier) for one in found}) < len(found):
+    parts = tuple(_placement(piece.strip(), text) for piece in text.split("|"))
+    if len({(part.state, part.tier) for part in parts}) < len(parts):
         raise InputError(f"plan: offload={text} names a class twice for one tier: give one fraction for each")
     for state in CLASSES:
-        total = sum(one.fraction for one in found if one.state == state)
+        total = sum(part.fraction for part in parts if part.state == state)
         if total > 1 + 1e-9:
             raise InputError(f"plan: offload={text} moves {total:g} of {state}: fractions add up to at most 1")
-    return found
+    return parts
 
 
 def canonical(text: str) -> str:

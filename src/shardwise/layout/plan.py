@@ -196,7 +196,7 @@ class Plan:
 
     @property
     def sharded(self) -> ZeroStage:
-        """Returns what each of several ranks that share a shard of the plan's zero keeps as its shard."""
+        """Returns the plan's `ZeroStage`: what each rank keeps as a shard; stage 0 for shard groups of one rank."""
         return STAGES[self.zero] if self.dp_shard * self.cut_positions > 1 else UNSHARDED
 
     @property
@@ -304,7 +304,7 @@ FLAGS = tuple(row.name for row in fields(Plan) if isinstance(row.default, bool))
 
 
 def missing_comma(text: str) -> str | None:
-    """Returns what to say of keys with a space or a semicolon between them; None where there is none."""
+    """Returns the message on keys separated by a space or a semicolon; None where none are."""
     between = r"(?<=[^,;\s])\s*[;\s]\s*(?=\w+\s*=)"
     if not re.search(between, text):
         return None
@@ -344,7 +344,7 @@ def _to_text(key: str, value: Any) -> str:
 
 
 def no_pair(part: str, text: str) -> str:
-    """Returns what to say of a part of a plan's text that is no `key=value`."""
+    """Returns the message on a part of a plan's text that is no `key=value`."""
     if not part:
         return f"there is a comma too many in {text!r}"
     # "tp4" or "tp_4"
@@ -370,7 +370,7 @@ def no_pair(part: str, text: str) -> str:
 
 
 def nearest_key(word: str, value: str = "") -> str:
-    """Returns what follows a word that is no key: the one that is meant, or all there are."""
+    """Returns the end of a message on an unknown key: the nearest key, or all keys."""
     key = next((name for name, choices in CHOICES.items() if word in choices), None)
     if key is not None and value.lower() in ("true", "1"):
         return f"; write {key}={word}"

@@ -1,4 +1,4 @@
-"""`PRECISIONS`: a row for each precision, which plans, runs, proofs and forecasts read; a new one goes here. No torch.
+"""`PRECISIONS`: a row for each, read by plans, runs, proofs, forecasts. A new one: here; for decoders costs/software.
 
 | precision | compute | master and optimizer state | gradients summed in |
 |---|---|---|---|

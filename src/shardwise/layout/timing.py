@@ -15,7 +15,7 @@ from shardwise.layout.schedule_kinds import Op
 
 
 class ScheduleRows(Protocol):
-    """What is read of a table of ops (`schedules.Schedule`)."""
+    """The fields of a table of ops that are read here (`schedules.Schedule` has them)."""
 
     @property
     def name(self) -> str: ...
@@ -140,7 +140,7 @@ _KINDS = "FBIW"
 
 
 def _needs(stages: int) -> tuple[list[tuple[str, int] | None], ...]:
-    """Returns, by kind and stage, (kind, stage) of what an op waits for, of its own micro-batch.
+    """Returns, by an op's (kind, stage), the (kind, stage) of the ops of its micro-batch that it waits for.
 
     I counts as the backward B, and the last stage's backward waits for its own forward.
     """

@@ -11,7 +11,7 @@ class NoView(ValueError):
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """Returns the smallest runs of dims of equal product, in a view from one shape to the other. Raises `NoView`."""
+    """Returns the smallest runs (dims before, dims after) of equal product in a view. Raises `NoView`."""
     return list(_groups(tuple(before), tuple(after)))
 
 

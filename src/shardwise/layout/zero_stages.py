@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """What a rank of a shard group keeps as a shard, and what is said of that.
+    """A stage of ZeRO: what a rank of a shard group keeps as a shard, and facts on it for pages.
 
     number      as plans write it
     name        of data parallelism of this kind, as families of layouts are called

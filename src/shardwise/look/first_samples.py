@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """What the look at a few samples found."""
+    """Findings of the look at a few samples."""
 
     batch_norms: list[nn.Module]
     dims: BatchDims
@@ -56,7 +56,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
          masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
          follows: bool = False, functions: Functions = ()) -> Findings:  # fmt: skip
-    """Returns what comparing the loss on `whole` with that on its two `parts` shows. `sizes`: (samples, of each part).
+    """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
     Without gradients; with them for a forward that takes some itself.
 
@@ -88,7 +88,7 @@ def gently(
     module: nn.Module, run: Callable[[], T], *, share: Callable[[list[str]], list[str]] = list,
     staged: bool | None = None,
 ) -> T:  # fmt: skip
-    """Returns what `run` gives, without gradients; with them for a forward that takes some itself.
+    """Returns `run()`, computed without gradients, or with them where the forward itself takes gradients.
 
     Raises `TakesGradients` where units of zero=3 free the weights that such gradients go through.
     """
@@ -109,7 +109,7 @@ def gently(
 
 
 def with_attributes_alone(module: nn.Module, evaluate: Evaluate) -> Evaluate:
-    """Returns the evaluation under which modules' attributes give complex weights as they are held, as pairs."""
+    """Returns `evaluate`, made to refuse a forward that reads complex weights (held as pairs) past their attributes."""
     context = attributes_alone(module)
 
     def run(batch: Any) -> Loss:
@@ -152,7 +152,7 @@ class _Look:
         self.run = Runner(self.module, self.evaluate, self.seen, self.functions)
 
     def take(self) -> Findings:
-        """Returns what the runs show. Raises `RefusedPlan` for problems where the plan splits samples (`strict`)."""
+        """Returns the `Findings` of all runs. Raises `RefusedPlan` for problems where samples are split (`strict`)."""
         findings, seen = self.findings, self.seen
         with torch.random.fork_rng(devices=[]), seen.watching():
             of_whole, calls, pairs = self._run_whole()
@@ -176,7 +176,7 @@ class _Look:
         return findings
 
     def _anywhere(self, here: object) -> bool:
-        """Whether this holds on any stage: all stages must take the same branch, or their messages do not meet."""
+        """Whether `here` is true on any pipeline stage. Collective: stages that took other branches would not meet."""
         return bool(self.share(["here"] if here else []))
 
     def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs]:
@@ -279,14 +279,14 @@ def _draw_text(path: str, op: str) -> str:
 
 
 def bar_of(dtype: torch.dtype) -> float:
-    """Returns what rounding may change in a result of this dtype, as a part of it; float32 is less under autocast."""
+    """Returns the relative error that rounding may cause in this dtype (of float32 under autocast that of 16 bits)."""
     # under autocast float32 weights compute in 16 bits
     narrow = dtype == torch.float32 and any(autocast_states())
     return 5e-2 if narrow else {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
 
 
 def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0, terms: float = 0.0) -> bool:
-    """Whether two sums are the same, but for rounding.
+    """Whether two sums are equal within rounding.
 
     terms   added up without their signs: where a dtype rounds much, sums of terms that cancel differ by a part of these
     """
@@ -295,7 +295,7 @@ def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0, terms: flo
 
 
 def added_up(name: str, whole: Loss, value: float, dtype: torch.dtype, least: float = 0.0) -> bool:
-    """Whether a number of a loss is what its parts add up to, but for rounding."""
+    """Whether a loss's number equals the sum of its parts' numbers within rounding."""
     return close(whole.numbers()[name], value, dtype, least, whole.terms if name == "sum" else 0.0)
 
 
@@ -311,7 +311,7 @@ def _apart(
 
 
 def finite(*losses: Loss) -> bool:
-    """Whether all sums and weights are; the first step names what is not."""
+    """Whether all sums and weights of a loss are finite; the first step names those that are not."""
     return all(math.isfinite(value) for loss in losses for value in loss.numbers().values())
 
 

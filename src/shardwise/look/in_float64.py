@@ -48,7 +48,7 @@ Again = Callable[[bool], "str | None"]  # whether this rank asks -> what differs
 
 
 def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: int) -> str | None:
-    """Returns what differs between the task's loss on `whole` and on its samples one by one, in float64, or None.
+    """Returns the difference of the task's loss on `whole` and on single samples, in float64, as text, or None.
 
     module  the task's, for its size alone
     parts   two, for a loss over pairs of samples, which cannot be taken sample by sample
@@ -66,6 +66,7 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
         with torch.random.fork_rng(devices=[]), python_restored():
             own = _drawn(task, weights_seed)
         forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
+        # sample by sample shows most; a loss over pairs of samples has none of its terms there
         if task.loss_scope != "global":
             text = differs(own, forward.local, whole, alone)
         else:

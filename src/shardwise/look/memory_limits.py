@@ -86,5 +86,5 @@ def _gib(size: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator, of a device or of the host, had no more to give."""
+    """Whether an error is an allocator's, a device's or the host's, that is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -36,7 +36,7 @@ MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module w
 
 
 class Untried(Exception):
-    """Whether one process fails too could not be found out."""
+    """Raised where it cannot be tried whether one process fails too."""
 
 
 def blame(
@@ -70,7 +70,7 @@ def blame(
 
 
 def told_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> InputError | None:
-    """Returns what one process raises on the batch, with its remedy; None where it runs. Raises `Untried`."""
+    """Returns the error, with its remedy, of one process on the batch; None where it runs. Raises `Untried`."""
     alone = failure_alone(task, precision, batch, device)
     if alone is None:
         return None
@@ -81,7 +81,7 @@ def told_alone(task: Task, precision: Precision, batch: Any, device: torch.devic
 def cured(
     task: Task, precision: Precision, batch: Any, error: Exception, device: torch.device
 ) -> tuple[Exception, str]:
-    """Returns what to tell of an error of one process, and its remedy: the CPU says what an accelerator only asserts.
+    """Returns the message of one process's error, and its remedy: the CPU says what an accelerator only asserts.
 
     Of a task that fails on the accelerator alone, that it does.
     """
@@ -109,7 +109,7 @@ def _told_of(
 
 
 def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> Exception | None:
-    """Returns what one plain step of the task's model on `batch` raises on `device`, None where it runs.
+    """Returns the exception of one plain step of the task's model on `batch` on `device`; None where it runs.
 
     Raises `Untried` for a model that exists once and cannot be copied.
     """
@@ -203,7 +203,7 @@ def _given_to(error: Exception) -> str:
 
 
 def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
-    """Returns what to change where a batch is made, found by trying: tensors for arrays, other dtypes; else "".
+    """Returns advice on how to make the batch, found by trying (tensors for arrays, other dtypes); "" for none.
 
     For a batch without names it says what the batch is.
     """
@@ -296,5 +296,5 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def needs_gradients(error: Exception) -> bool:
-    """Whether this error is that of a forward that takes gradients itself and ran under no_grad."""
+    """Whether an error is that of a forward that takes gradients itself and ran under no_grad."""
     return isinstance(error, RuntimeError) and "does not require grad" in str(error)

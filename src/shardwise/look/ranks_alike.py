@@ -97,7 +97,7 @@ class HeldAlike:
 
 
 def elements(tensor: Any) -> torch.Tensor:
-    """Returns this rank's elements, in a row."""
+    """Returns this rank's elements of a tensor, 1-d."""
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
 

@@ -36,7 +36,7 @@ def check_data(task: Task) -> None:
 
 
 def has_samples(task: Task) -> bool:
-    """Returns whether there is something to look at: of a script's model, nothing before it is called."""
+    """Returns whether the task has samples to look at; a script's model has none before its first call."""
     return task.batch is None or task.batch(0) is not None
 
 

@@ -31,7 +31,7 @@ from shardwise.trace.outside_reads import OutsideReads
 
 
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
-    """Returns what a few samples show before the first step. Collective. Raises what would not equal one process."""
+    """Returns `Findings` of a few samples before the first step; raises where a run would not equal one process."""
     task, share = state.task, partial(_on_all_stages, state)
     sample = few_samples(task, state.plan, state.mesh.data, state.device)
     state.notices += [] if task.batch is None else costly(sample)
@@ -56,7 +56,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
 
 
 def _on_all_stages(state: RankState, problems: list[str]) -> list[str]:
-    """Returns what any stage of the pipeline found, on every stage. Collective under a pipeline."""
+    """Returns the problems that all pipeline stages found, on every stage. Collective under a pipeline."""
     if state.staged is None:
         return problems
     by_stage = gather_json(problems, state.mesh.pp, state.device)
@@ -66,7 +66,7 @@ def _on_all_stages(state: RankState, problems: list[str]) -> list[str]:
 def _look_at_few(
     state: RankState, sample: Any, whole: Any, share: Callable[[list[str]], list[str]], *, masks: bool
 ) -> Findings:
-    """Returns what `look` finds on the first samples, `whole`, and two parts of them. Collective."""
+    """Returns `look`'s findings on the first samples, `whole`, and two parts of them. Collective."""
     task, n, staged = state.task, samples_in(whole), state.staged
     # A forward may fail on one sample, which no rank of this run is given; unequal parts show a loss that is a mean.
     first = fewest_samples(task, state.plan, sample) if n > 3 else 1
@@ -104,7 +104,7 @@ def _look_at_few(
 
 
 def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool) -> str | None:
-    """Returns on every rank what rank 0 finds to differ in float64, where any rank asks; else None. Collective."""
+    """Returns, where any rank asks, the difference that rank 0 finds in float64, as text; else None. Collective."""
     if not any(gather_json(asked, state.mesh.world, state.device)):
         return None
 

@@ -57,7 +57,7 @@ class InsideTransform(TakesGradients):
 
 
 class Runner:
-    """Evaluates the loss and leaves the module as it was, and what its code and the user's `functions` reach."""
+    """Evaluates the loss, then restores the module and all objects that its code and the user's `functions` reach."""
 
     def __init__(self, module: nn.Module, evaluate: Evaluate, seen: Seen, functions: Functions = ()):
         self.module = module
@@ -292,7 +292,7 @@ class Seen(TorchDispatchMode):
         return ""
 
     def restore_parameters(self) -> dict[str, torch.Tensor]:
-        """Undo writes into parameters; returns what had been written."""
+        """Undoes writes into parameters; returns the written values by name."""
         values = {name: weight.clone() for name, (weight, _) in self.written.items() if weight.untyped_storage().size()}
         for weight, value in self.written.values():
             if weight.untyped_storage().size():  # else zero=3 has freed it since: the write is lost by itself
@@ -304,7 +304,7 @@ class Seen(TorchDispatchMode):
         return values
 
     def problems(self) -> list[str]:
-        """Returns what zero=3 could not do right, a line of text for each problem."""
+        """Returns a line of text for each way in which zero=3 would compute this module wrongly."""
         if not isinstance(self.module, FSDPModule):
             return []
         if not (self.reentrant and self.twice):
@@ -339,7 +339,7 @@ def has_units(module: nn.Module) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Tells `seen` of what no operation tells: assignments to `tensor.data`, and attention with dropout."""
+    """Function mode that reports to `seen` what is no operation: `tensor.data = x`, and attention with dropout."""
 
     def __init__(self, seen: Seen):
         super().__init__()

@@ -66,8 +66,7 @@ def too_many(sizes: Sequence[int]) -> list[str]:
 
 
 def many_of(batch: Any, sizes: Sequence[int]) -> Many:
-    """Returns a batch of as many samples as `sizes` add up to: those of `batch` in their order, each several times
-    where there are fewer."""
+    """Returns the `Many` of sum(sizes) samples: those of `batch` in their order, repeated where there are fewer."""
     count, total = samples_in(batch), sum(sizes)
     batch = slice_samples(batch, 0, total) if count >= total else repeated(batch, times_of(count, total))
     ends = np.cumsum(sizes).tolist()
@@ -94,7 +93,7 @@ def look_at_many(
     module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype, scores: bool,
     joined: Callable[[], Loss] | None = None, functions: Functions = (),
 ) -> list[str]:  # fmt: skip
-    """Returns what differs between a batch and its parts, as text.
+    """Returns the differences between a run on a batch and on its parts, as lines of text; [] for none.
 
     scores  attention has dropout
     joined  for a loss that does not add up over samples: after the whole and its parts, the loss on what they gave

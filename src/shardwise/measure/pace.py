@@ -75,7 +75,7 @@ class Pace:
     reference: float | None
 
     def seconds(self, measure: Callable[[], float]) -> float:
-        """Returns what `measure` returns, a time in any unit, corrected to the reference pace."""
+        """Returns the time that `measure()` returns, in its unit, corrected to the reference pace."""
         if self.reference is None:
             return measure()
         before = pace_us(self.device, BRIEF)

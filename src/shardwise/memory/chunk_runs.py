@@ -55,11 +55,11 @@ class _NothingLeaves(Ledger):
     """A ledger that raises `Uncut` for every message: the axis over turns cannot send."""
 
     def record(self, tag: str, op: str, axis: str, *sizes: Any) -> None:
-        """Refuse a collective: raises `Uncut`."""
+        """Raises `Uncut`: a chunk cannot send a collective."""
         raise Uncut(f"chunks of positions are computed one after the other, and this needs all of them at once ({op})")
 
     def leaving(self, tag: str, axis: str) -> None:
-        """Refuse a message: raises `Uncut`."""
+        """Raises `Uncut`: a chunk cannot send a message."""
         self.record(tag, "a message", axis)
 
 
@@ -83,7 +83,7 @@ def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def _within(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns the tensor with `change` applied to what this rank holds of it, below all ranks' axes."""
+    """Returns the tensor with `change` applied to its innermost local tensor, this rank's plain memory."""
     if isinstance(tensor, Sum) and tensor.axis.name != CHUNKS and tensor.waits:  # taken once for all chunks
         return Sum(_within(tensor.local, change), tensor.axis, tensor.origin, tensor.added, tensor.spread)
     if isinstance(tensor, Distributed) and tensor.axis.name != CHUNKS:
@@ -152,7 +152,7 @@ class Program:
 
 
 def _between_products(tensor: torch.Tensor) -> list[Axis]:
-    """Returns the axes over which a tensor's positions are dealt though they cut weights (`sp` over tp)."""
+    """Returns the axes of weights (tp) that also cut a tensor's positions, as `sp` does."""
     axes = []
     while isinstance(tensor, Part):
         axes += [tensor.axis] if not tensor.axis.positions else []
@@ -188,7 +188,7 @@ def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) 
 
 
 class _Joined:
-    """One result over all turns: shares are put side by side, summands added up."""
+    """Joins one result over all turns: chunks are put side by side, summands added up."""
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None  # of what this rank holds

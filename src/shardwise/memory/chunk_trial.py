@@ -38,12 +38,12 @@ class Unmade(torch.Tensor):
 
     @property
     def number(self) -> int:
-        """Returns the serial number of its call, among calls whose results look alike."""
+        """Returns the serial number of the call that makes it, among calls whose results look alike."""
         raise NotImplementedError
 
 
 class Tried(NamedTuple):
-    """Outcome of a call on tensors without values: one of the words above, its results, and their number."""
+    """Outcome of a call on tensors without values: one of the verdicts above, its results, and how many."""
 
     what: str
     like: Any = None
@@ -70,7 +70,7 @@ class _Watch(TorchDispatchMode):
 
 
 def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
-    """Returns what a call does with positions, cached by its arguments' shapes and cuts.
+    """Returns the `Tried` of a call, from tensors without values; cached by its arguments' shapes and cuts.
 
     least  elements, beyond which a result waits
     """
@@ -87,7 +87,7 @@ def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
 
 
 def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
-    """Returns "waits" for input rows like `like`, as the first of `count` chunks along `dim`: a part over turns."""
+    """Returns the outcome "waits" whose result describes rows like `like`, cut into `count` chunks along `dim`."""
     key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, count)
     if key not in _tried:
         owners = Owners.blocks(like.shape[dim], count)
@@ -160,7 +160,7 @@ def _elsewhere(tree: Any, device: torch.device) -> Any:
 
 
 def _only_tells(func: Callable, output: Any) -> bool:
-    """Whether a call asked for something that a tensor without values has: its shape, dtype, device."""
+    """Whether a call only read metadata, which a tensor without values has too: its shape, dtype, device."""
     # an attribute that is no tensor (x.shape, x.is_cuda): torch passes its getter as the function
     if getattr(func, "__name__", "") == "__get__":
         return True

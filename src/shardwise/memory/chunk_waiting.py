@@ -48,7 +48,7 @@ class ChunkCounts:
 
 
 class _Here(threading.local):
-    """What waits in this thread; backward, which may compute a block again, runs in threads of its own.
+    """This thread's waiting calls; backward, which may compute a block again, runs in threads of its own.
 
     pending  calls whose results wait
     """
@@ -167,7 +167,7 @@ def _refuse_gradient(*gradients: torch.Tensor) -> None:
 
 
 def whole(tree: Any) -> Any:
-    """Returns the same tree, list or tensor with every `Waiting` tensor computed whole."""
+    """Returns a tree, list or tensor with every `Waiting` tensor in it computed whole."""
     if type(tree) is torch.Tensor:  # a model's output, mostly: a walk through a tree takes longer than all else here
         return tree
     return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)
@@ -194,12 +194,12 @@ def waits(call: WaitingCall) -> Any:
 
 
 def _as(like: Any, leaves: list) -> Any:
-    """Returns the leaves in a tuple, list or named tuple of torch's, as `like` is."""
+    """Returns the leaves in a container of `like`'s type: tuple, list or one of torch's named tuples."""
     return leaves if isinstance(like, list) else type(like)(leaves)
 
 
 def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns the results of a call that was given tensors that wait: as such tensors, or computed."""
+    """Returns the results of a call on waiting tensors: `Waiting` again, or computed."""
     args, kwargs = replaced(Waiting, lambda tensor: tensor.made() if tensor.call.values else tensor, (args, kwargs))
     waiting = tensors_in((args, kwargs), Waiting)
     if not waiting:

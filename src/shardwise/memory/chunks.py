@@ -113,7 +113,7 @@ def given_values(units: Iterable[nn.Module]) -> None:
 
 
 def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward whose arguments and results are computed, as one needs that sends rows to other ranks.
+    """Returns a forward whose waiting arguments and results are computed: experts send their rows to other ranks.
 
     Between the two tensors may wait.
     """

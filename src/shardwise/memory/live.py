@@ -50,7 +50,7 @@ def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
 
 
 class _Launched(TorchDispatchMode):
-    """Mode for a collective's kernel: `kept` are the storages that it made and holds until somebody waits.
+    """Mode around a collective's kernel: `kept` are the storages that the kernel made and holds until it is waited for.
 
     The backend's threads inherit the mode; what they make is the kernel's own and gone when it is done.
     """
@@ -112,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Live bytes at this moment."""
+        """Returns live bytes at this moment."""
         self._read_again()
         return self._total
 

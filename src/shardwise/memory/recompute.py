@@ -169,7 +169,7 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
 
 
 def _apart(args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[Callable], Callable]]:
-    """Returns arguments of which each is there once, and a function that lets a forward take them.
+    """Returns (args, kwargs, wrap): each argument once, and `wrap(forward)`, which takes them and repeats them.
 
     What hooks have kept of a tensor is another tensor each time, and a forward may ask whether its query is its key.
     """
@@ -177,7 +177,7 @@ def _apart(args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[Callable],
     places = {id(value): place for place, value in enumerate(once)}
     positions = [places[id(value)] for value in args]
     named = {name: places[id(value)] for name, value in kwargs.items() if id(value) in places}
-    if len(once) == len(args) and not named:
+    if len(once) == len(args) and not named:  # most calls: nothing is given twice
         return args, kwargs, lambda forward: forward
 
     def alike(forward: Callable) -> Callable:
@@ -192,7 +192,7 @@ def _apart(args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[Callable],
 
 
 def _again(forward: Callable, before: ModuleState, passed: PassedState, weights: _Weights) -> Callable:
-    """Returns the forward; from its second call on it gets the first one's state, and restores the present one."""
+    """Returns the forward; from its second call on the module is put back to the first call's state while it runs."""
     calls = 0
 
     def run(*args, **kwargs):

@@ -207,7 +207,7 @@ def _by_axis(events: list[Any], own: list[Any]) -> dict[str, list[Span]]:
 
 
 def union(spans: list[Span]) -> list[Span]:
-    """Returns the same points as spans that do not overlap, in order."""
+    """Returns the union of the spans: spans that do not overlap, in order."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:

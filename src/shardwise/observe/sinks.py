@@ -1,4 +1,4 @@
-"""Send a run's numbers elsewhere too: TensorBoard, MLflow, Weights & Biases; each an extra in pyproject.toml.
+"""Send a run's numbers elsewhere too: TensorBoard, MLflow, Weights & Biases (names: config/schema, pyproject.toml).
 
 tensorboard   event files in the run folder
 mlflow        MLFLOW_TRACKING_URI, else the SQLite file mlflow.db beside the run folders; the run's name is the folder's
@@ -26,7 +26,7 @@ PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", 
 
 
 class Sink(Protocol):
-    """A receiver of a step's numbers."""
+    """A receiver of each step's numbers, as `metrics.jsonl` gets them."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
 

@@ -125,7 +125,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def _again(ctx, dy: torch.Tensor, *inputs: Any):
-        """Returns the same gradients by operations that have derivatives of their own."""
+        """Returns the gradients of `_Normalised` by differentiable operations, for second derivatives."""
         needed = [tensor for tensor, wanted in zip(inputs, ctx.needs_input_grad, strict=False) if wanted]
         x, weight, bias = inputs
         y = _in_operations(x, weight, bias, ctx.over)[0]
@@ -192,7 +192,7 @@ def _alone(
 def _in_operations(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, over: _Over
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns what `_Normalised` does, by operations that shares and second derivatives know."""
+    """Returns (normalised x, count, mean, variance) as `_Normalised`, by operations that parts and autograd know."""
     axis, share = over.axis, float(over.counts)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = [0, *range(2, x.dim())]
@@ -321,7 +321,7 @@ class Statistics:
 
 
 class KnownStatistics(FindBatchNorm):
-    """Mode that notes each batch norm's statistics in `noted`, and normalises by those of another run, `earlier`.
+    """Mode that notes each batch norm's statistics in `noted`, and normalises by another run's, `earlier`.
 
     By these only where the other run's call of the same number was of the same module.
     """

@@ -33,7 +33,7 @@ from shardwise.precision import Precision
 
 
 class _Shard:
-    """This rank's N-th of one bucket.
+    """One bucket, and this rank's piece of it: 1/N of its elements.
 
     weights   the whole bucket, in which the module's parameters are views
     mine      this rank's N-th of it
@@ -144,7 +144,7 @@ class Flat:
         self.buckets.start_micro_batch(sync=last or self.stage.gradients)
 
     def expect_pieces(self) -> None:
-        """Reentrant checkpoints: the next backward shows which gradients come in several pieces."""
+        """Watches the next backward for gradients that come in several pieces, as by reentrant checkpoints."""
         self.buckets.expect_pieces()
 
     def finish_micro_batch(self) -> set[int]:
@@ -200,7 +200,7 @@ class Flat:
             slot.master.grad = None if piece is None else self._outside(index, piece)
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
-        """Returns this rank's N-th of each bucket."""
+        """Returns this rank's piece (1/N of the elements, 1-d) of each bucket's gradients."""
         return [part.gradient for part in self.shards if part.gradient is not None]
 
     @torch.no_grad()
@@ -232,7 +232,7 @@ class Flat:
             work.wait()
 
     def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (this rank's N-th, its wider master) of each bucket in mixed precision."""
+        """Returns (this rank's piece, its wider master) of each bucket in mixed precision; else []."""
         return [(part.mine, part.master) for part in self.shards if part.master is not part.mine]
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:

@@ -8,6 +8,9 @@
            inside derivatives does in every version
 
 torch itself is asked which it is, but for integers.
+
+In every version it waits for no gradient of a tensor inside an object, nor of a view's base (`await_unseen`), and frees
+weights that a model returns (`outlive`).
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import RefusedPlan
 from shardwise.trace.functional import transforming
+from shardwise.trace.tensors_in_objects import change_hidden, hidden
 
 UNITS_IN_TRANSFORMS = RegisterPostBackwardFunction.generate_vmap_rule
 IN_TRANSFORM = (
@@ -63,7 +68,7 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 
 
 def partial_reductions(root: torch.nn.Module) -> list[torch.Tensor | None]:
-    """Returns the shards' sums of a step so far that are not yet summed over replicas, one for each group of units."""
+    """Returns the reduced gradient shards that are not yet summed over replicas, one tensor for each unit's group."""
     units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
     return [group._partial_reduce_output for unit in units for group in groups_of(unit)]
 
@@ -136,3 +141,44 @@ def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
     if not UNITS_IN_TRANSFORMS:
         # before FSDP2's own hook, which gathers
         unit.register_forward_pre_hook(refuse, prepend=True)
+
+
+def await_unseen(unit: FSDPModule, inputs: Any, output: Any) -> None:
+    """Lets FSDP2 gather a unit's weights for backward also where it does not see the gradient come.
+
+    It hooks the tensors of an output that torch's tree functions find. Hooked here are those in an object of one's
+    own, and, where an output is a view, its base: an operation in place on a view (`y = block(x); y += x`) drops the
+    view's hook.
+    """
+    # a view of an input: its base is the caller's, whose gradient comes when the unit's backward is over
+    theirs = {id(tensor) for leaf in _tensors(inputs) for tensor in (leaf, leaf._base)}
+    bases = [leaf._base for leaf in _tensors(output) if leaf.requires_grad and id(leaf._base) not in theirs]
+    if waits := [tensor for tensor in (*hidden(output), *bases) if tensor is not None and tensor.requires_grad]:
+        unit._get_fsdp_state()._register_pre_backward_hook(waits)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def outlive(module: nn.Module, output: Any) -> Any:
+    """Returns a model's output with copies of parameters in it (a learned temperature): FSDP2 frees these next."""
+    gathered = {param.untyped_storage()._cdata for param in module.parameters() if not isinstance(param, DTensor)}
+
+    def keep(leaf: torch.Tensor) -> torch.Tensor:
+        of_unit = isinstance(leaf, DTensor)
+        leaf = leaf.clone() if of_unit else leaf  # an operation, for `OutsideReads` to answer
+        if isinstance(leaf, DTensor):
+            raise RefusedPlan(
+                "the model's output is computed from parameters outside the forward of the unit that holds them, "
+                "where zero=3 has only pieces of them: name units with wrap= so that a unit's parameters are used "
+                "inside its forward, or use zero=2"
+            )
+        if leaf.untyped_storage()._cdata not in gathered and not of_unit:
+            return leaf
+        copy = leaf.clone()
+        copy.is_weight = True  # else a size that equals the batch's would be taken for its samples
+        return copy
+
+    change_hidden(output, keep)
+    return tree_map_only(torch.Tensor, keep, output)

@@ -30,19 +30,26 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
-from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.fsdp import announce, can_cut, know_detach, partial_reductions, reduce_unused, refuse_transforms
+from shardwise.parallel.fsdp import (
+    announce,
+    await_unseen,
+    can_cut,
+    know_detach,
+    outlive,
+    partial_reductions,
+    reduce_unused,
+    refuse_transforms,
+)
 from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, as_pairs, pairs_in
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
-from shardwise.trace.tensors_in_objects import change_hidden, hidden
 
 _END, _GATHER, _REDUCE = "the end of the forward", "the gathering of {}", "the reduction of {}"
 USED_OUTSIDE = (
@@ -64,23 +71,6 @@ def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torc
             technique.heard(param)
 
     return note
-
-
-def _await(unit: FSDPModule, inputs: Any, output: Any) -> None:
-    """Let gradients gather the unit's weights that FSDP2 does not wait for.
-
-    Those of tensors in an object of one's own, and, where an output is a view, of what it is a view of: an operation
-    in place on a view (`y = block(x); y += x`) drops the hook that the view has.
-    """
-    # a view of an input: its base is the caller's, whose gradient comes when the unit's backward is over
-    theirs = {id(tensor) for leaf in _tensors(inputs) for tensor in (leaf, leaf._base)}
-    bases = [leaf._base for leaf in _tensors(output) if leaf.requires_grad and id(leaf._base) not in theirs]
-    if waits := [tensor for tensor in (*hidden(output), *bases) if tensor is not None and tensor.requires_grad]:
-        unit._get_fsdp_state()._register_pre_backward_hook(waits)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 class FullShard:
@@ -166,34 +156,10 @@ class FullShard:
             if mesh.plan.domain_depth > 1:  # deep halos: gradients that arrive by a margin would pass FSDP2 by
                 unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, _without_margin, output))
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
-        module.register_forward_hook(lambda m, a, o: self._outlive(o), prepend=True)
+        module.register_forward_hook(lambda m, a, o: outlive(self.module, o), prepend=True)
         for unit in self.units:
-            unit.register_forward_hook(lambda m, a, k, output: _await(m, (a, k), output), with_kwargs=True)
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # `_await` waits for its base
-
-    def _outlive(self, output: Any) -> Any:
-        """Returns the output with copies of parameters in it (a learned temperature), which are about to be freed."""
-        gathered = {
-            param.untyped_storage()._cdata for param in self.module.parameters() if not isinstance(param, DTensor)
-        }
-
-        def keep(leaf: torch.Tensor) -> torch.Tensor:
-            of_unit = isinstance(leaf, DTensor)
-            leaf = leaf.clone() if of_unit else leaf  # an operation, for `OutsideReads` to answer
-            if isinstance(leaf, DTensor):
-                raise RefusedPlan(
-                    "the model's output is computed from parameters outside the forward of the unit that holds them, "
-                    "where zero=3 has only pieces of them: name units with wrap= so that a unit's parameters are used "
-                    "inside its forward, or use zero=2"
-                )
-            if leaf.untyped_storage()._cdata not in gathered and not of_unit:
-                return leaf
-            copy = leaf.clone()
-            copy.is_weight = True  # else a size that equals the batch's would be taken for its samples
-            return copy
-
-        change_hidden(output, keep)
-        return tree_map_only(torch.Tensor, keep, output)
+            unit.register_forward_hook(lambda m, a, k, output: await_unseen(m, (a, k), output), with_kwargs=True)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # `await_unseen` hooks its base
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
         """Give the shards memory, without values yet. Returns (name, shard) of each parameter that is held here."""
@@ -244,7 +210,7 @@ class FullShard:
         self._watch_use()
 
     def _outside(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor laid out as the index-th parameter as others see it: complex, where that is pairs."""
+        """Returns a tensor of the index-th parameter's layout as the optimizer sees it: pairs as complex numbers."""
         return as_complex(tensor) if self._complex[index] else tensor
 
     def piece(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -339,7 +305,7 @@ class FullShard:
         return flat
 
     def finish_step(self, used: set[int]) -> None:
-        """Point each master's gradient at the reduced shard."""
+        """Sets each master's gradient to this rank's reduced shard, None where no rank used the parameter."""
         self._used = used
         if not self._whole_gradients:  # once in a step, however often this is called
             for index in self._uncut():
@@ -434,11 +400,11 @@ class FullShard:
         """Nothing to do: the shards are the masters."""
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
-        """Returns None: each weight's share lies alone."""
+        """Returns None: each gradient's shard has memory of its own, so no flat tensor holds several."""
         return None
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Returns what replicas of shards hold between micro-batches: FSDP2 keeps it beside `.grad` until the last."""
+        """Returns the gradient shards that FSDP2 keeps beside `.grad` until the last micro-batch, under replicas."""
         return partial_reductions(self.module)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ from shardwise.precision import Precision
 
 
 class Replicate:
-    """One replica: whole parameters, whole gradients, whole optimizer state."""
+    """Plain data parallelism: each rank has whole parameters, gradients and optimizer state."""
 
     in_pieces = False
 
@@ -83,7 +83,7 @@ class Replicate:
         self.buckets.start_micro_batch(sync=last)
 
     def expect_pieces(self) -> None:
-        """Reentrant checkpoints: the next backward shows which gradients come in several pieces."""
+        """Watches the next backward for gradients that come in several pieces, as by reentrant checkpoints."""
         self.buckets.expect_pieces()
 
     def finish_micro_batch(self) -> set[int]:

@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass
 class Phase:
-    """What kind of samples the engine runs now, for code inside the module that must know."""
+    """The kind of samples that the engine runs now, for code inside the module that must know."""
 
     stand_in: bool = False  # this rank runs a sample that counts nothing
     same: bool = False  # every rank runs the same samples, which count once
@@ -59,7 +59,7 @@ class DataParallel(Protocol):
         """Called before each forward; `last`: it is the step's last micro-batch."""
 
     def expect_pieces(self) -> None:
-        """Reduce the sum of a gradient that comes in several parts in one backward, as by reentrant checkpoints."""
+        """Called before a backward that may bring a gradient in parts (reentrant checkpoints): their sum is reduced."""
 
     def finish_micro_batch(self) -> set[int]:
         """Called after each backward; returns which parameters (by index) this rank's backward reached."""
@@ -77,7 +77,7 @@ class DataParallel(Protocol):
         ...
 
     def publish(self, *, rounded: bool = False) -> None:
-        """After the optimizer: bring the module's weights up to the masters; `rounded`: this rank's are already."""
+        """Brings the module's weights up to the masters after the optimizer; `rounded`: this rank's are already."""
 
     def take_weights(self) -> None:
         """Copy into the masters what was written into the module's weights past the optimizer. Nothing is sent."""
@@ -87,7 +87,7 @@ class DataParallel(Protocol):
         ...
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
-        """Where masters are wider than the module's weights: set one (or this rank's piece) from its full value."""
+        """Sets a master (or this rank's piece) from its full value, where masters are wider than weights."""
 
     def full_parameter(self, index: int) -> Gathering:
         """Gathers the whole master weight, on every rank."""
@@ -103,7 +103,7 @@ class DataParallel(Protocol):
 
 
 class PieceSlots(Protocol):
-    """A technique whose slots are pieces, told where each rank's piece lies in the whole."""
+    """A technique whose slots are pieces; `select` says where each rank's piece lies in the whole parameter."""
 
     slots: list[Slot]
     params: list[Any]  # what the module has: whole, or shards

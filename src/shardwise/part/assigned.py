@@ -28,7 +28,7 @@ from shardwise.trace.leaves import replaced
 
 
 class Written(torch.Tensor):
-    """A plain tensor whose class was changed; `now` is what it became, which every function of torch is given."""
+    """A plain tensor after `tensor.data = part`: functions of torch are given the part, `now`, in its place."""
 
     answers_first = True  # also where a part stands in front of it
     now: torch.Tensor
@@ -43,7 +43,7 @@ class Written(torch.Tensor):
 
 
 def now_of(tensor: Any) -> Any:
-    """Returns the tensor that a `Written` one stands for; any other as it is."""
+    """Returns the `now` of a `Written` tensor; any other tensor itself."""
     return tensor.__dict__["now"] if isinstance(tensor, Written) else tensor
 
 
@@ -59,7 +59,7 @@ _DATA = torch.Tensor.data
 
 
 class _Data(property):
-    """The attribute, over the one that plain tensors had: torch's, or that of an accelerator written in Python."""
+    """The attribute `.data` of plain tensors: distributed values go to `stand_for`, others to torch's own setter."""
 
     __name__ = "data"  # as torch's own, by which function modes know what is assigned
 

@@ -59,7 +59,7 @@ def settled(tensor: Any) -> Any:
 
 
 def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's plain share of a settled tensor."""
+    """Returns this rank's plain share of a tensor without untaken sums (`settled`)."""
     while isinstance(tensor, Distributed):
         tensor = tensor.settled_local()
     return tensor
@@ -75,7 +75,7 @@ def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> tor
 
 
 def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
-    """Returns a plain vector as a part dealt as the cut dim of `part`; None where several dims of that are cut."""
+    """Returns a plain vector as a part, dealt as the cut dim of `part`; None where `part` has several cut dims."""
     cuts, axes, local = cuts_of(part), axes_of(part), whole
     if len({dim for _, dim, _ in cuts}) != 1:
         return None
@@ -119,7 +119,7 @@ def entering(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Te
 
 
 def leaving(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-    """Returns, differentiably, a cut tensor as every rank has it; each takes its share of the gradient."""
+    """Returns, differentiably, a cut tensor gathered; each rank takes its share of the gradient. Collective."""
     return linear(tensor, plain, partial(_dealt, cuts=cuts, axes=axes), once=True)
 
 
@@ -127,7 +127,7 @@ def filled(
     shape: Sequence[int], value: float, along: Along, axes: Iterable[Axis], beside: Sequence[torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns a tensor of this whole shape filled with one value, cut as tensors `beside` it are, else in blocks."""
+    """Returns a tensor of this whole shape filled with one value, cut as the tensors `beside`, or in blocks."""
     by_name = {axis.name: axis for axis in axes}
     owners_by_axis = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
     local, cuts = list(shape), []

@@ -51,7 +51,7 @@ class Owners:
 
     @classmethod
     def of(cls, array: np.ndarray, ranks: int) -> Owners:
-        """Returns owners from a vector (size,) with the rank of each index."""
+        """Returns the `Owners` that a vector (size,) says, with the rank of each index."""
         array = np.asarray(array, dtype=np.int16)
         return cls(np.arange(1, len(array) + 1), array, ranks)
 
@@ -246,7 +246,7 @@ def joined(parts: tuple[Owners, ...]) -> Owners:
 
 
 def blocks_within(n: int, ranks: int, inside: Owners | None) -> Owners:
-    """Returns owners in blocks: of `n` indices; where an axis further in has dealt them, of each rank's there."""
+    """Returns owners of `n` indices in blocks, one a rank; where an axis further in deals them, of each inner share."""
     if inside is None:
         return Owners.blocks(n, ranks)
     dealt = np.empty(n, dtype=np.int16)

@@ -47,7 +47,7 @@ def last_two(x: torch.Tensor, arguments: dict[str, Any]) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class DimwiseRule:
-    """What is known of an operation by the dims that it runs over.
+    """A rule and label rule for an operation that runs over some dims and keeps the indices of others apart.
 
     along   what is done where the cut dim is among these; None: `Uncut`
     """
@@ -76,7 +76,7 @@ class DimwiseRule:
         return _behind(part, output, dims)
 
     def labels(self, axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-        """Labels the results: what the operation runs over lies together, other dims keep their labels."""
+        """Labels the results: dims that it runs over lie on one rank, others keep labels. False for two operands."""
         x, arguments = args[0], arguments_of(func, args, kwargs)
         if "other" in arguments:
             return False
@@ -95,7 +95,7 @@ class DimwiseRule:
 
 
 def _behind(part: Part, local: torch.Tensor, dims: set[int]) -> Part:
-    """Returns a local result as a part: dims that were run over, not the cut one, may be gone from it."""
+    """Returns a local result as a part: dims in front of the cut one that a reduction dropped are counted off."""
     gone = local.dim() < part.dim()
     return part.with_local(local, part.dim_cut - gone * sum(d < part.dim_cut for d in dims))
 

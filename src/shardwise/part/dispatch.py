@@ -75,7 +75,7 @@ def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> 
 
 
 def _writes_through(view: torch.Tensor, local: torch.Tensor) -> bool:
-    """Whether what is written into a view of a share is in the share: it shares its memory, or is put back."""
+    """Whether a write into a view of a share reaches the share: by one memory, or copied back."""
     return (isinstance(view, Distributed) and view.source is not None) or same_memory(view, local)
 
 
@@ -112,7 +112,7 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
-    """Whether a backward has no rule for what forward did of a field that was whole over the axis; it is noted."""
+    """Whether a backward of tiles has no rule, as its forward ran on a gathered field; the gathering is noted."""
     if not in_backward() or not parts or any(part.axis.name not in SPACE for part in parts):
         return False
     for part in parts:
@@ -121,7 +121,7 @@ def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
 
 
 def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:
-    """Whether this is backward of an operation that every rank did of whole tensors, whose gradient arrives cut.
+    """Whether an operation is the backward of one that every rank did on whole tensors, and its gradient arrives cut.
 
     Such an operation (a resize of learned places, a transform of what was gathered) had no cut input in forward, so
     its gradient has the size of what the rank held then. Over axes of positions alone: elsewhere cuts are derived.

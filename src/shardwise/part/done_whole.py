@@ -55,7 +55,7 @@ def by_rules(alone: bool = True) -> Iterator[None]:
 
 
 def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -> bool:
-    """Whether an operation without a rule is right on whole tensors on every rank.
+    """Whether an operation without a rule may run on gathered tensors: its result is right on every rank.
 
     It draws nothing, and writes into nothing but what every rank has.
     """
@@ -74,7 +74,7 @@ def _of_a_sequence(part: Part) -> bool:
 
 
 def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns an operation of gathered tensors; results that have the first part's shape are cut as that is."""
+    """Returns an operation's results on gathered tensors; results of the first part's shape are cut as that part."""
     lead = parts_in((args, kwargs))[0]
     args, kwargs = on_whole_positions(func, args), on_whole_positions(func, kwargs)
     if facts(func).name == "as_strided":  # reads memory, in which the tensor lies as the module was told
@@ -97,7 +97,7 @@ def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
 
 
 def on_whole_positions(func: Any, args: Any) -> Any:
-    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is called for each. Collective."""
+    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is told of each. Collective."""
     parts: list[Part] = parts_in(args)
     # refused where weights are cut, so that the weight is left whole (`Uncut.origins`)
     if any(not part.axis.positions for part in parts):

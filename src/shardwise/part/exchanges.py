@@ -34,7 +34,7 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     """
     local = part.local
     if isinstance(local, Distributed):
-        inner = local.settled()
+        inner = local.settled()  # messages carry values, not summands
         if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather:
             inner = gather(inner)
         if not isinstance(inner, Part):
@@ -96,7 +96,7 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
 
 @dataclass(frozen=True)
 class _Way:
-    """What one rank sends and receives in a fetch."""
+    """The blocks that one rank sends and receives in a fetch."""
 
     send: tuple[np.ndarray, ...]  # to each rank: places among this rank's own indices
     counts: tuple[int, ...]  # received from each rank
@@ -109,7 +109,7 @@ class _Way:
 
 @lru_cache(REMEMBERED)
 def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
-    """Returns what rank `me` sends and receives in a fetch, where each rank wants the ranges `wanted[rank]`."""
+    """Returns the `_Way` of rank `me` in a fetch in which each rank wants the ranges `wanted[rank]`."""
     mine = owners.indices(me)
     send, alone = [], True
     for rank in range(owners.ranks):
@@ -159,7 +159,7 @@ def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def _in_a_row(places: np.ndarray) -> bool:
-    """Whether there are some, each one behind the other."""
+    """Whether indices are consecutive, and at least one."""
     return bool(len(places)) and places[-1] - places[0] + 1 == len(places) and bool((np.diff(places) == 1).all())
 
 
@@ -212,7 +212,7 @@ class _Exchange:
         self.pending = all_to_all(self.flat, self.sent, received, sizes, axis, TAG, wait=False)
 
     def wait(self) -> torch.Tensor:
-        """Returns what arrived, flat, one sender after another; waits for it."""
+        """Returns the received elements, 1-d, one sender after another; waits for them."""
         self.pending.wait()
         del self.sent
         if self.kind.is_complex:

@@ -67,7 +67,7 @@ def gathered(part: Part) -> torch.Tensor:
 
 
 def gathered_told(part: Part, what: str) -> torch.Tensor:
-    """Returns what `gathered` does, and tells who listens that it is gathered. Collective."""
+    """Returns `gathered(part)`, and tells listeners that the part is gathered. Collective."""
     tell(what, part)
     return gathered(part)
 
@@ -150,7 +150,7 @@ class GatheredView:
         return self.part._version != self.version
 
     def through(self, view: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
-        """Returns the same of a view of the copy."""
+        """Returns the `GatheredView` of a view, by this function, of the gathered copy."""
         return GatheredView(self.part, lambda whole: view(self.view(whole)))
 
     def whole(self) -> torch.Tensor:

@@ -45,7 +45,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], answer: Callable[[], Any]) -> Any:
-    """Returns what the rule's `answer` gives, with the values of one process beside it where all inputs have them."""
+    """Returns the result of the rule `answer`, with one process's values beside it where all inputs have them."""
     whole = _of_whole(func, args, kwargs, inputs)
     output = answer()
     if whole is None:
@@ -60,7 +60,7 @@ def with_known(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed], 
 
 
 def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns the operation of whole tensors; None where one is not known, or a weight or a draw takes part."""
+    """Returns the operation run on whole tensors; None where an input has no known values, is a weight, or it draws."""
     plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, Distributed)]
     if any(tensor.whole_values is None for tensor in inputs) or any(tensor.requires_grad for tensor in plain):
         return None

@@ -62,7 +62,7 @@ class Use:
 
 @dataclass
 class Found:
-    """Result of a trace: by (parameter, dim) the class of each index, 0 where every rank must hold it."""
+    """What a trace found: by (parameter, dim), the class of each index; class 0 must be on every rank."""
 
     classes: dict[tuple[str, int], np.ndarray]
     uses: list[Use] = field(default_factory=list)
@@ -209,7 +209,7 @@ class Axes(TorchDispatchMode):
             self.in_loss = True
 
     def result(self) -> Found:
-        """Returns which labels must lie together, with reasons for what stays whole, once the forward is over."""
+        """Returns `Found` once the forward is over: the class of each index of a parameter, and why some stay whole."""
         root = components(self.count, self.edges)
         classes = {key: np.where(root[labels] == root[WHOLE], 0, root[labels]) for key, labels in self.seeds.items()}
         reasons: dict[str, str] = {}
@@ -258,7 +258,11 @@ LABELS: dict[str, LabelRule] = {}  # name of an ATen operation -> how it carries
 
 
 def label(*names: str) -> Callable[[LabelRule], LabelRule]:
-    """Returns a decorator that registers a function as the label rule of these ATen operations."""
+    """Returns a decorator that registers a function as the label rule of these ATen operations.
+
+    The function labels the operation's results and returns True; False where it cannot: then every rank has to hold
+    the labelled inputs whole (`keep_whole`), and no weight is cut along what they carry.
+    """
 
     def register(function: LabelRule) -> LabelRule:
         for name in names:

@@ -46,7 +46,7 @@ class Distributed(torch.Tensor):
 
     @property
     def stored(self) -> torch.Tensor:
-        """Returns the tensor that has this rank's memory."""
+        """Returns the local tensor, in whose memory this rank's values are."""
         return self.local
 
     def settled(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Distributed(torch.Tensor):
         return self.local
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns another tensor over the same axis: as this one, a share along the same dim, or a summand."""
+        """Returns `local` as a tensor over the same axis: of a part a share along the same dim, of a sum a summand."""
         raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ def answers_operations(answer: Callable[[Any, tuple, dict], Any]) -> Callable[[A
 
 
 def answered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns an operation of distributed tensors."""
+    """Returns an operation's result on distributed tensors, by the registered function."""
     return _ANSWERS[0](func, args, kwargs)
 
 
@@ -94,7 +94,7 @@ def written_back(tensor: Distributed) -> None:
 
 
 class _State(threading.local):
-    """Backward may run in threads of its own."""
+    """The axis whose rule runs in this thread: backward may run in threads of its own."""
 
     depth: int | None = None
 

@@ -126,7 +126,7 @@ def whole_inside(part: Part) -> Part:
 
 
 def _as_it_was(part: Part, dims: set[int], within: list[str]) -> Part:
-    """Returns a gradient, gathered over inner axes that cut one of `dims` and are not among `within`, the tensor's."""
+    """Returns a gradient gathered over inner axes that cut one of `dims`, but for the tensor's own axes, `within`."""
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if not isinstance(inner, Part):
         return part
@@ -228,14 +228,14 @@ def moved(
 
 
 def from_axis(tensor: Any, axis: Axis) -> Any:
-    """Returns what a tensor is from `axis` on inwards, with a sum over it taken."""
+    """Returns the level of a tensor at `axis` (outer axes peeled off), a sum over that axis taken."""
     while isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         tensor = tensor.settled_local()
     return tensor.settled() if isinstance(tensor, Distributed) else tensor
 
 
 def replaced_from_axis(tensor: Any, axis: Axis, inner: torch.Tensor) -> Any:
-    """Returns the tensor with `inner` in the place of what it is from `axis` on inwards."""
+    """Returns the tensor with its level at `axis`, and all further in, replaced by `inner`."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(replaced_from_axis(tensor.settled_local(), axis, inner))
     return inner

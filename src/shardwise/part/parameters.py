@@ -43,7 +43,7 @@ from shardwise.trace.own_calls import by_a_module
 
 
 class _Own(threading.local):
-    """Backward, which may compute a block again, runs in threads of its own."""
+    """The switches of this thread: backward, which may compute a block again, runs in threads of its own."""
 
     axes: tuple[Axis, ...] = ()
     ahead: bool = False
@@ -84,7 +84,7 @@ IN_SHARES = (KEPT, ONCE)
 
 
 class ParameterCut(Protocol):
-    """How a parameter is cut."""
+    """The cut of one parameter: its name, the dim that is cut, the owners of its indices, its role in products."""
 
     @property
     def name(self) -> str: ...
@@ -178,7 +178,7 @@ def _flat_weights(self: nn.Module) -> Any:
 
 
 def as_class_gives(kind: type, module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
-    """Returns what a class's own `__getattr__` makes of a weight that is seen as `seen`, where it has one."""
+    """Returns the weight `seen` as the class's own `__getattr__`, where it has one, would return it."""
     if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
         return seen
     parameters = module.__dict__["_parameters"]

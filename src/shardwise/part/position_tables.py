@@ -33,7 +33,7 @@ _MAKES = (torch.arange, torch.linspace)
 
 @dataclass(frozen=True, eq=False)
 class TableRecipe:
-    """How a table was made: an operation, its arguments (tables as recipes), the plain ones and their versions."""
+    """The making of a table: an operation, its arguments (tables as recipes), the plain tensors and their versions."""
 
     func: Callable
     args: tuple
@@ -66,7 +66,7 @@ def whole_table(part: Distributed) -> torch.Tensor | None:
 
 
 def is_table(part: Distributed) -> bool:
-    """Whether a tensor can be made whole without the other ranks: nobody wrote into it or what it is a view of."""
+    """Whether a tensor can be made whole without the other ranks: neither it nor its base was written into."""
     return part.recipe is not None and part._version == part.recipe[1]
 
 

@@ -89,7 +89,7 @@ class Positions:
         return tuple(ranges)
 
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
-        """Returns the same cuts over other axes."""
+        """Returns a copy whose cuts are over `swap` of their axes."""
         cuts = tuple(tuple((dim, tuple(map(swap, axes))) for dim, axes in leaf) for leaf in self.cuts)
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 

@@ -23,7 +23,7 @@ _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach"
 
 
 def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns what an operation gives of which some inputs are sums: a sum where it is linear, else of their totals."""
+    """Returns an operation's result where inputs are `Sum`s: a `Sum` if it is linear, else of their totals."""
     op = facts(func)
     for tensor in inputs:
         if isinstance(tensor, Sum) and here(tensor) and (tensor.stale or not tensor.untaken):
@@ -129,8 +129,9 @@ def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: t
 
 
 def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
-    """`first.view(shape)` of one index of a cut dim, or of a copy, to read: neither lies in memory as it does in one
-    process, and whether that would have copied it is not known."""
+    """Returns `first.view(shape)` to read alone, of one index of a cut dim or of a copy.
+
+    Neither lies in memory as in one process, so whether one process would have copied it is not known."""
     if first.total is not None:
         return Sum.read_only(first.total.reshape(shape), first.axis)
     made = Sum(first.local.reshape(shape), first.axis, first.origin, spread=first.spread)
@@ -209,7 +210,7 @@ def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:
 
 
 def opened_anew(copy: Sum, args: tuple) -> bool:
-    """Returns whether a copy may be written into; from then on the part it is a view of gets its share back.
+    """Returns whether a gathered copy may be written into; if so, writes go back to the part that it was gathered from.
 
     It may not be where a gradient is needed: autograd goes another way there, by the strides of the whole.
     """

@@ -142,7 +142,7 @@ class Sum(Distributed):
 
     @property
     def waits(self) -> bool:
-        """Whether nothing of the sum has begun."""
+        """Whether the reduction has not begun."""
         return self.untaken and self.pending is None and self.coming is None
 
     def like(self, local: torch.Tensor) -> Sum:
@@ -272,7 +272,7 @@ def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def redealt(tensor: torch.Tensor, how: TensorMap) -> torch.Tensor:
-    """Returns, differentiably, `how(tensor)`, which must be the same tensor over all ranks, dealt otherwise.
+    """Returns, differentiably, `how(tensor)`: the same global tensor, dealt in another way.
 
     A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
     """

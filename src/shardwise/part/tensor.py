@@ -154,7 +154,7 @@ class Part(Distributed):
         return made
 
     def shell(self) -> Part:
-        """Returns the same part without its memory: what a backward asks of it beside its values.
+        """Returns a copy without memory, for a backward that asks for shape and cut alone.
 
         What a `Function` keeps on its context, and not by `save_for_backward`, recompute cannot let go of.
         """
@@ -235,7 +235,7 @@ def in_backward() -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules ask of an operation's schema each time it runs."""
+    """Facts of an operation's schema that rules ask for each time it runs."""
 
     name: str
     rule: Rule | None

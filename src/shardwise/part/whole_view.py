@@ -33,7 +33,7 @@ class WholeView:
     outer: tuple[tuple[int, int], ...] = ()
 
     def seen_as(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-        """Whether this view has these shapes on a rank, but for what axes further out cut."""
+        """Whether these shapes are the view's on some rank: dims may be smaller where axes further out cut them."""
         if len(before) != len(self.before) or len(after) != len(self.after):
             return False
         cut = [set(dims) for dims in zip(*self.outer, strict=True)] or [set(), set()]

@@ -84,7 +84,7 @@ class Configured:
 
 
 def configured(path: Any, seq: int | None) -> Configured:
-    """The model of a `config.json` (the file, its folder, or the object) as a task, on samples of `seq` tokens.
+    """Returns the model of a `config.json` (the file, its folder, or the object) as a task, on samples of `seq` tokens.
 
     Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
     """

@@ -48,7 +48,7 @@ def decoder_by_name(name: str) -> Shape:
 
 
 def read_file(path: str) -> tuple[dict[str, Any], Path]:
-    """The keys of a transformers `config.json` (the file, or the folder that holds it), and the file."""
+    """Returns the keys of a transformers `config.json` (the file, or the folder that holds it), and the file."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

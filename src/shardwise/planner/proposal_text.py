@@ -56,7 +56,7 @@ def first_text(proposals: Sequence[Proposal], looked_at: int) -> str:
 
 
 def _lost_lines(lost: dict[str, str]) -> list[str]:
-    """One line for each reason; families that lost for the same one together, those that need more memory last."""
+    """Returns a line for each reason; families that lost for the same reason share one, those short of memory last."""
     names: dict[str, list[str]] = {}
     for name, why in sorted(lost.items(), key=lambda item: item[1].startswith("needs")):
         names.setdefault(why, []).append(name)
@@ -70,7 +70,7 @@ def _lost_lines(lost: dict[str, str]) -> list[str]:
 
 
 def _rows(proposals: Sequence[Proposal], rate: str) -> list[str]:
-    """One line for each plan, best first."""
+    """Returns one line for each plan, best first."""
     rows = [
         [
             str(i + 1), seconds_text(p.forecast.step_s), _rate(p.forecast.rate[0]), f"{p.forecast.mfu:.1%}",
@@ -143,7 +143,7 @@ def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
 
 
 def proposal_dict(p: Proposal) -> dict[str, Any]:
-    """A proposal for JSON."""
+    """Returns a proposal for JSON."""
     return {
         "plan": str(p.plan), "family": p.family, "runnable": p.runnable or True, "world_size": p.plan.world_size,
         "micro_batch": p.layout.micro_batch, "needed_bytes": p.forecast.needed_bytes, **p.forecast.as_dict(),

@@ -114,7 +114,7 @@ def search(
 
 
 def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
-    """Returns what a plan's `offload` says where nothing fits otherwise, in turn; [] where a figure is not known."""
+    """Returns `offload` texts to try in turn where nothing fits otherwise; [] where a figure is not known."""
     on_host = cluster.device.kind == "cpu"
     if (cluster.device.disk_gbps if on_host else cluster.device.host_gbps) is None:
         return []

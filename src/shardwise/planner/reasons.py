@@ -210,16 +210,16 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
 
 
 def shown(value: object) -> str:
-    """A plan's field as a plan's text has it."""
+    """Returns a plan's field as a plan's text has it."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
-    """Whether one of the first `LOOKED_AT` layouts meets the constraints."""
+    """Whether any of the first `LOOKED_AT` layouts meets the constraints."""
     some = islice(subject.layouts(world, constraints), LOOKED_AT)
     return any(not constraints.fixed or constraints.allows(plan_of(layout, _asked(constraints))) for layout in some)
 
 
 def _asked(constraints: Constraints) -> str:
-    """The precision that is fixed, or the default."""
+    """Returns the precision that is fixed, or the default."""
     return str(constraints.value("precision") or "bf16")

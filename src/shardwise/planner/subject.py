@@ -55,7 +55,7 @@ class Subject:
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
-    """A decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
+    """Returns a decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
     if precision not in SIXTEEN_BITS:
         raise InputError(
             f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "
@@ -150,7 +150,7 @@ LONG_S = 0.5  # one read that takes as long is enough
 
 @dataclass(frozen=True)
 class Reading:
-    """What a task's input costs, as timed on the machine that plans.
+    """The time that reading a task's input takes, as measured on the machine that plans.
 
     seconds   for one sample
     whole     every rank makes the global batch; else each reads its own samples

@@ -253,7 +253,7 @@ class TracedLayouts:
 
     @cached_property
     def space(self) -> tuple[int, ...]:
-        """Sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
+        """Returns sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
         space: tuple[int, ...] = ()
         for dims in range(1, MOST_DIMS + 1):
             try:
@@ -347,7 +347,7 @@ def subject_of(traced: Traced, batch: int, wanted: tuple[str, ...]) -> Subject:
 
 
 def _remark_on(traced: Traced) -> None:
-    """Say what of the module the samples do not reach, and what a random number decides."""
+    """Adds remarks on modules that the samples do not reach, and on what a random number decides."""
     first = traced.first
     if first.idle:
         traced.remark(f"no gradient reaches {first.idle:,} of {first.parameters:,} parameters on such samples")

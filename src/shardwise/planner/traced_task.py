@@ -42,7 +42,7 @@ from shardwise.task import Task
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What a plan's blocks do for memory: whether they recompute, what of activations moves, and which they are."""
+    """The plan's choices on blocks' memory: recompute, the activations that move, and which modules are blocks."""
 
     recompute: str = "none"
     moved: str = "none"
@@ -50,7 +50,7 @@ class BlockMemory:
 
     @classmethod
     def of(cls, layout: Layout) -> BlockMemory:
-        """Returns those of a layout; `wrap` where it changes anything."""
+        """Returns the choices of a layout; with `wrap` where it changes anything."""
         moved = of_class(layout.offload, "activations")
         return cls(layout.recompute, moved, layout.wrap if (layout.recompute, moved) != ("none", "none") else ())
 
@@ -122,7 +122,7 @@ class Traced:
 
     @cached_property
     def first(self) -> StepTrace:
-        """The trace of the smaller of the two micro-batches, without recompute."""
+        """Returns the trace of the smaller of the two micro-batches, without recompute."""
         began = process_time()
         try:
             smaller = self._trace(self.samples[0], PLAIN, 0)
@@ -140,7 +140,7 @@ class Traced:
 
     @property
     def second_trace_s(self) -> float:
-        """Seconds that the trace of the larger one will take, 0 once it was made."""
+        """Returns seconds that the trace of the larger one will take, 0 once it was made."""
         return 0.0 if (self.samples[1], PLAIN, 0) in self._traces else self._first_trace_s
 
     @property
@@ -150,7 +150,7 @@ class Traced:
         return first.balanced or (first.chose and self.looks.holds_experts)
 
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
-        """The traces of the whole module, as they tell of micro-batches of `micro` samples.
+        """Returns the traces of the whole module, as they tell of micro-batches of `micro` samples.
 
         blocks  what its blocks do for memory, or how they recompute alone
         """
@@ -208,7 +208,7 @@ class Traced:
 
     @cached_property
     def nature(self) -> Nature:
-        """The optimizer's `Nature` (elementwise, per tensor or joint), found by the same trial as a run's."""
+        """Returns the optimizer's `Nature` (elementwise, per tensor or joint), found by the same trial as a run's."""
         module = self.looks.built.module
         kinds = shapes_outside(module)
         trained = [kinds[name] for name, param in module.named_parameters() if param.requires_grad]

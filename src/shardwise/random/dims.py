@@ -10,7 +10,7 @@ UNCLEAR, PACKED = -2, -3  # places of a batch dim that is none
 
 
 class Drawn(NamedTuple):
-    """A random op that ran: in which module, what it is, its shape, and whether it lies along a packed sequence."""
+    """A random op that ran: path of its module, name of the op, shape, and whether it draws for packed rows."""
 
     path: str
     op: str

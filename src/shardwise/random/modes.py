@@ -13,7 +13,7 @@ library's) restores that generator, and so meets the same masks.
 
 In `fast` mode torch's own generators are used, seeded by (seed, step, micro-batch, data rank).
 
-Python's and numpy's generators are seeded by (seed, step, micro-batch), the same on all ranks.
+Python's and numpy's generators are seeded by (seed, step, micro-batch), the same on all ranks (python_seeds).
 
 What this does not do: follow random ops inside a compiled graph, or ops whose draws do not lie along a batch dim
 (`randperm` over the batch, dropout on the rows that a mask selects, or on those of a packed sequence in a module that
@@ -22,9 +22,7 @@ was not called with it), which are refused.
 
 from __future__ import annotations
 
-import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +42,7 @@ from shardwise.random.dims import PACKED, UNCLEAR, BatchDims, Drawn
 from shardwise.random.draws import DRAWS, BitSource
 from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
+from shardwise.random.python_seeds import python_restored, seed_python
 from shardwise.trace.deferred import seed_of
 from shardwise.trace.elementwise import draws_each, is_random
 from shardwise.trace.functional import with_values
@@ -202,7 +201,7 @@ class GlobalRandom(TorchDispatchMode):
         return self._same_everywhere(key, path, func, args, kwargs)
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
-        """Returns the bits of this rank's elements, or of each whether they are below `rate`."""
+        """Returns this rank's elements: int64 bits, or, with a `rate`, booleans (True: below it)."""
         packed = self._rows(path, func, shape)
         dim = self._batch_dim(path, func, shape) if packed is None else 0
         samples, blocks = self.samples, (path, str(func), len(shape)) in self.dims.blocks
@@ -256,27 +255,6 @@ def _not_dealt(what: str) -> str:
     )
 
 
-def seed_python(seed: int) -> None:
-    """Seeds Python's and numpy's generators, alike on all ranks: what they draw cannot be dealt over samples."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-@contextmanager
-def python_restored() -> Iterator[None]:
-    """Context: Python's and numpy's generators are afterwards as they were before."""
-    kept = random.getstate()
-    numpy = sys.modules.get("numpy")
-    kept_numpy = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(kept)
-        if numpy is not None:
-            numpy.random.set_state(kept_numpy)
-
-
 def _inert_dropout(func, args, kwargs) -> bool:
     """Whether an op that can draw (dropout, fused attention, recurrent layers) has its dropout off."""
     arguments = {
@@ -291,7 +269,7 @@ def _inert_dropout(func, args, kwargs) -> bool:
 
 
 def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
-    """Whether what is drawn lies beside a tensor that is cut over ranks, of which this rank has a share."""
+    """Whether numbers of this shape are drawn for `like`, a tensor cut over ranks."""
     return isinstance(like, torch.Tensor) and type(like) not in _PLAIN and tuple(like.shape) == shape
 
 
@@ -351,7 +329,7 @@ def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch
 
 
 class ConstantRandom(TorchDispatchMode):
-    """Random ops draw the same for every sample, and are written down.
+    """Mode in which random ops draw the same for every sample, and are noted in `calls`.
 
     Under it a module is a function of each sample alone, so that additivity of its loss can be checked with dropout
     on, and two runs of unequal size show which dim of each random tensor is the batch.
@@ -383,7 +361,7 @@ class ConstantRandom(TorchDispatchMode):
         return output
 
     def _run(self, func, args: tuple, kwargs: dict) -> Any:
-        """Returns what the operation gives; a random one is written down, and draws the same for every sample."""
+        """Returns the operation's result; a random operation is noted, and draws the same for every sample."""
         if not is_random(func) or _inert_dropout(func, args, kwargs):
             return with_values(func)(*args, **kwargs)
 
@@ -408,7 +386,7 @@ class ConstantRandom(TorchDispatchMode):
         return drawn
 
     def _bits(self, drawn: Drawn) -> int:
-        """Returns the bits of each element of a draw: the level's, and others where a module draws until it accepts."""
+        """Returns the 53 bits of every element of a draw: the level's, then others, so that a rejection loop ends."""
         again = self.times[drawn.key] - _SAME_LEVEL
         return self.bits if again <= 0 else mix(again) >> 11
 
@@ -417,7 +395,7 @@ _SHAPE_ALONE = re.compile(r"aten::(new_|(zeros|ones|full|empty)_like)")  # nothi
 
 
 class _FromReals:
-    """Which whole numbers and truth values came of real numbers or of draws: their memory is noted.
+    """Follows which integer and boolean tensors were computed from real numbers or draws, by their memory.
 
     A choice by others (lengths, positions, whether a mask is full) is the same in any precision: what comes of it is
     no matter of rounding.
@@ -427,7 +405,7 @@ class _FromReals:
         self.memory: set[int] = set()
 
     def has(self, leaf: Any) -> bool:
-        """Whether a tensor is of real or complex numbers, or came of some."""
+        """Whether a tensor is floating-point or complex, or was computed from such a tensor or a draw."""
         if not isinstance(leaf, torch.Tensor):
             return False
         return not _is_whole(leaf) or leaf.untyped_storage()._cdata in self.memory
@@ -448,5 +426,5 @@ class _FromReals:
 
 
 def _is_whole(leaf: Any) -> bool:
-    """Whether it is a tensor of whole numbers or truth values, and its memory at hand."""
+    """Whether `leaf` is a plain tensor of integers or booleans."""
     return type(leaf) is torch.Tensor and not (leaf.is_floating_point() or leaf.is_complex())

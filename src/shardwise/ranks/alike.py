@@ -140,7 +140,7 @@ def _cost(rates: tuple[float, float] | None) -> str:
 
 
 def in_host_order(hosts: Sequence[str]) -> list[int]:
-    """Returns each rank's number where ranks of a host follow each other, hosts in the order of their first rank."""
+    """Returns, by rank, its number if ranks were counted host by host, hosts in the order of their first rank."""
     order = list(dict.fromkeys(hosts))
     sorted_ranks = sorted(range(len(hosts)), key=lambda rank: (order.index(hosts[rank]), rank))
     numbers = [0] * len(hosts)

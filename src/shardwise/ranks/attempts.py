@@ -94,6 +94,6 @@ def remember(name: str, text: str) -> None:
 
 
 def remembered(name: str) -> str | None:
-    """Returns what an attempt before has kept under this name, or None."""
+    """Returns the text that an earlier attempt kept under this name (`remember`), or None."""
     key = f"{_AT}/kept/{name}"
     return _agent.get(key).decode() if _agent is not None and _agent.check([key]) else None

@@ -22,5 +22,5 @@ def say_ended() -> None:
 
 
 def has_ended(store: Any, rank: int) -> bool:
-    """Returns whether a rank has said so; `store` is that of the process group."""
+    """Returns whether a rank has called `say_ended`; `store` is the process group's."""
     return bool(store.check([f"{_KEY}/{rank}"]))

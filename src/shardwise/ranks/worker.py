@@ -33,7 +33,7 @@ MOST_THREADS = 24  # of an idle process: a job whose groups are all gone leaves 
 
 
 class HandedFd:
-    """A file descriptor that survives the trip into a new process."""
+    """A file descriptor that can be pickled for a new process, where it is open too."""
 
     def __init__(self, fd: int):
         self.fd = fd

@@ -225,7 +225,7 @@ def _wire(runs: Sequence[RunFiles]) -> str:
 
 
 def _settings(runs: Sequence[RunFiles]) -> str:
-    """Returns what runs do not have alike first, then every setting of each with its origin."""
+    """Returns a table of the settings in which runs differ, then every setting of each with its origin."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     apart = [key for key in keys if len({run.settings.get(key, ("", ""))[0] for run in runs}) > 1]
     tables = ""

@@ -37,12 +37,12 @@ class RunFiles:
 
     @property
     def task(self) -> str:
-        """Returns its task's name."""
+        """Returns the name of the run's task."""
         return str(self.summary.get("task") or self.settings.get("task.name", ('""', ""))[0].strip('"'))
 
     @property
     def unit(self) -> str:
-        """Returns what its speed counts."""
+        """Returns the unit of the run's speed: samples or tokens."""
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
     def column(self, name: str) -> list[tuple[float, float]]:

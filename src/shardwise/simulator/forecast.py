@@ -64,12 +64,12 @@ class Forecast:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second over all ranks."""
+        """Returns samples a second over all ranks."""
         return self.samples / self.step_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second over all ranks; None where samples are not known to be of tokens."""
+        """Returns tokens a second over all ranks; None where samples are not known to be of tokens."""
         return None if self.tokens is None else self.tokens / self.step_s
 
     @property
@@ -108,7 +108,7 @@ class Forecast:
         return self.worst.reserved + CONTEXT_BYTES
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; the timeline is left out."""
+        """Returns plain values for JSON; the timeline is left out."""
         return {
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,

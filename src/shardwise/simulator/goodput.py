@@ -57,7 +57,7 @@ def stall_of(run: str | Path) -> tuple[float, float]:
 
 
 def writing_s(saved: float, writers: int, disk_gbps: float | None) -> float | None:
-    """Returns seconds until a checkpoint is on disk: `saved` bytes of each of `writers` ranks of one; None: unknown."""
+    """Returns the seconds to write a checkpoint: `saved` bytes by each of `writers` ranks to one disk; or None."""
     return None if disk_gbps is None else saved * writers / (disk_gbps * 1e9)
 
 

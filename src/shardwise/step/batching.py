@@ -199,7 +199,7 @@ def slice_samples(batch: Any, low: int, high: int) -> Any:
 
 
 def fields_of(batch: Any) -> dict[str, str]:
-    """Returns, by name, what each leaf of a batch is: a tensor's dtype and its sizes behind the samples."""
+    """Returns, by leaf's name, its description: a tensor's dtype and its sizes behind the samples."""
     keyed, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)
     return {"batch" + pytree.keystr(path): _kind(leaf) for path, leaf in keyed}
 
@@ -225,7 +225,7 @@ def told_beside_first(first: dict[str, str], batch: Any, step: int) -> Iterator[
     except Exception as error:
         now = fields_of(batch)
         names = [name for name in {**first, **now} if first.get(name) != now.get(name)]
-        if not names:
+        if not names:  # the batch is like the first: the error has another cause
             raise
         unlike = [f"{name} was {first.get(name, 'absent')}, now {now.get(name, 'absent')}" for name in names]
         raise InputError(

@@ -21,7 +21,7 @@ SQUARE_NORM = 5  # its place in a control row
 
 @dataclass
 class Tally:
-    """What this rank adds up over the micro-batches of a step; sums stay on the device until the control row."""
+    """This rank's sums over a step's micro-batches (losses, weights, extras); on the device until the control row."""
 
     device: torch.device
     counts: bool = True  # False where another rank has the same samples, and counts them
@@ -96,7 +96,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all data ranks' control rows come to: sums over ranks, and what is compared."""
+    """The outcome of all data ranks' control rows: sums over ranks, and the numbers that must be alike."""
 
     total: float
     weight: float

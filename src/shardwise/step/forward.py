@@ -53,7 +53,7 @@ class Forward:
         return tree_map_only(torch.Tensor, move, batch) if self.positions is None else self.positions.cut(batch, move)
 
     def local(self, batch: Any) -> Loss:
-        """Returns the loss of these samples alone. `batch` is on the CPU or the device."""
+        """Returns the `Loss` of this batch's samples, other ranks left out. `batch` is on the CPU or the device."""
         batch = self.to_device(batch)
         output = self._output(batch)
         return self.shared(lambda: self.read(output, batch))
@@ -217,7 +217,7 @@ def lone_value(error: ValueError, samples: int) -> InputError | None:
 
 
 def _has_samples(leaves: tuple, counts: list[int]) -> bool:
-    """Whether an output, given for several numbers of samples, follows them along its first dim."""
+    """Whether the first dim of an output, computed for several numbers of samples, counts them."""
     leaf = leaves[0]
     if not isinstance(leaf, torch.Tensor):
         if leaf is None or isinstance(leaf, bool | int | float | str):
@@ -253,7 +253,7 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 class _Uncounted(torch.autograd.Function):
-    """Value 0, gradient 1: the sum is counted by another rank, its gradient is needed here too."""
+    """Function of value 0 and gradient 1: another rank counts the sum, and its gradient is needed here too."""
 
     @staticmethod
     def forward(ctx, total: torch.Tensor) -> torch.Tensor:
@@ -273,6 +273,6 @@ def _uncounted_extra(extra):
 
 
 def _nothing(loss: Loss) -> Loss:
-    """Returns a stand-in's loss, worth nothing; in the graph, so that its backward meets the others' collectives."""
+    """Returns a stand-in's loss of value and weight 0, in the graph: its backward meets the others' collectives."""
     zero = {k: type(v)(v.total * 0, None if v.weight is None else 0.0) for k, v in loss.extras.items()}
     return Loss(loss.total * 0, 0.0, zero)

@@ -44,7 +44,7 @@ class Loss:
 
     @property
     def terms(self) -> float:
-        """Returns the sum of its samples' terms without their signs, where that is known; else 0."""
+        """Returns the sum of the absolute values of its samples' terms, where known; else 0."""
         return 0.0
 
     def with_extras(self, extras: dict[str, Extra]) -> Loss:
@@ -63,7 +63,7 @@ class Loss:
 
 
 def is_second_backward(error: BaseException) -> bool:
-    """Whether a graph was gone when it was differentiated."""
+    """Whether the error is that of a second backward through a graph that was freed."""
     return isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error)
 
 
@@ -84,7 +84,7 @@ def loss_on(task: Task, output: Any, batch: Any) -> Loss:
 
 
 def _instead_of_a_tensor(output: Any) -> str:
-    """Returns what a model returned that is no tensor, and how Task.loss takes a tensor from it."""
+    """Returns a note: the type of a model's output that is no tensor, and how Task.loss takes a tensor from it."""
     if output is None:
         return "The model returned None: let its forward end in `return`"
     if isinstance(output, Mapping):
@@ -99,7 +99,7 @@ def _instead_of_a_tensor(output: Any) -> str:
 
 
 def read_loss(returned: Any) -> Loss:
-    """Returns what the task's loss returned as a `Loss`; raises `InputError` that says what was expected."""
+    """Returns (sum, weight) or (sum, weight, extras) of the task's loss as a `Loss`; raises `InputError` otherwise."""
     if isinstance(returned, torch.Tensor):
         raise InputError(f"{_SHAPE}, got one tensor: a mean hides the weight that parts of a batch must share")
     if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):

@@ -126,7 +126,7 @@ def norm_of_gradients(state: RankState) -> float:
 
 
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
-    """Divide by the global weight and clip; returns the result, and whether all ranks may do the update."""
+    """Divides gradients by the global weight and clips; returns (`StepResult`, whether all ranks may update)."""
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
     scale = state.scale
     divisor = weight * (scale.value if scale is not None else 1.0)

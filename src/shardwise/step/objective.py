@@ -68,7 +68,7 @@ def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | flo
 
 
 def _times(total: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """Returns the product as torch rounds that with a number in Python: once, to the total's own dtype."""
+    """Returns total * factor, rounded once to the total's dtype, as torch does with a number in Python."""
     if not isinstance(factor, torch.Tensor):
         return total * factor
     wide = torch.promote_types(total.dtype, torch.float32)

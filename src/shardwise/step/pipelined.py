@@ -66,7 +66,7 @@ def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
 
 
 def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Complete the gradients, sum those of tied parameters over stages; returns what all ranks' rows come to.
+    """Completes the gradients, sums tied parameters' over stages; returns the `Agreement` of all ranks' rows.
 
     again   data ranks used other parameters in this step, and `used` is what any of them did
     """
@@ -83,7 +83,7 @@ def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool
 
 
 def agree_stages(state: RankState, tally: Tally, square_norm: torch.Tensor | float) -> Agreement:
-    """Returns what control rows come to over data ranks, then over stages: the last one's loss, all stages' norms."""
+    """Returns the `Agreement` over data ranks, then over stages: the last stage's loss, all stages' norms."""
     staged, own = _staged(state), agree(tally, square_norm, state.mesh.gradients)
     rows = own.square_norms[: state.mesh.shard.size] if state.technique.in_pieces else own.square_norms[:1]
     scale = state.scale.value if state.scale is not None else 0.0
@@ -107,7 +107,7 @@ def _staged(state: RankState) -> StagedForward:
 
 @dataclass
 class _Saved:
-    """What a stage saves of a micro-batch between its forward and its backward.
+    """A micro-batch's tensors that a stage saves between its forward and its backward.
 
     inputs   what it was sent, leaves of its graph
     outputs  what it sent, or the objective on the last stage
@@ -134,7 +134,7 @@ class _Row:
         self._keys: dict[int, tuple] = {}
 
     def key(self, index: int) -> tuple:
-        """Returns what the shapes of a micro-batch's messages may depend on (`StagedForward.key`)."""
+        """Returns the key of the shapes of a micro-batch's messages (`StagedForward.key`)."""
         if index not in self._keys:
             self._keys[index] = self.staged.key(self.parts[index].batch, index)
         return self._keys[index]
@@ -298,7 +298,7 @@ def _summed(gradient: torch.Tensor, axis: Axis, holders: tuple[int, ...], number
     """Returns the sum over the holders, the same bits on each: the first one adds, and sends it to the others."""
     first, *others = holders
     tag = "tied gradients"
-    if axis.index != first:
+    if axis.index != first:  # even numbers on the way to the first holder, odd ones back: messages stay apart
         sending = send(gradient, axis, first, tag, 2 * number)
         total = torch.empty_like(gradient)
         receive(total, axis, first, tag, 2 * number + 1).wait()

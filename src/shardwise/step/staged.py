@@ -33,6 +33,7 @@ class StagedForward(Forward):
         super().__init__(forward.task, forward.module, forward.precision, forward.device, forward.data,
                          forward.positions)  # fmt: skip
         self.staged, self.cut, self.axis = staged, cut, axis
+        # axes that cut positions: a message is this rank's share over them, and says how it lies
         inner = forward.positions.axes if forward.positions is not None else ()
         # shapes that depend on values may change with each batch, so those that were told do not last
         self.mail = Mail(axis, cut.schedule.owner, forward.device, inner, lasting=not cut.by_values)
@@ -40,8 +41,9 @@ class StagedForward(Forward):
         self.serving = Serving(cut, axis, forward.device) if cut.talks else None
         self.last = len(cut.stages) - 1
         self.last_owner = cut.schedule.owner[self.last]
-        self._passes = 0
-        # The tables, not the parameters: zero=3 puts others in their place.
+        self._passes = 0  # forwards without a schedule; they number their messages, as micro-batches do in a step
+        # the tables, not the parameters: zero=3 puts others in their place.
+        # Weights of other stages are left out, which this rank has no values of.
         modules, absent = dict(forward.module.named_modules()), cut.absent
         names = [name for name, _ in forward.module.named_parameters() if name not in absent]
         self._places = [(modules[path]._parameters, leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
@@ -58,9 +60,9 @@ class StagedForward(Forward):
     def stage(
         self, index: int, batch: Any, inbox: list[tuple[torch.Tensor, bool]], number: int = 0
     ) -> tuple[Any, Tape | None]:  # fmt: skip
-        """Returns what one stage sends on, or the model's output, for a batch that is on the device.
+        """Returns (what a stage sends on, or the model's output; a tape of gradients or None). `batch`: on the device.
 
-        Also the tape of gradients that go back to it, where the forward takes some; `number` is the micro-batch's.
+        The tape is of gradients that go back to the stage, where the forward takes some. `number`: of the micro-batch.
         """
         tape = self.serving.tape(index, number) if self.serving is not None else None
 
@@ -77,7 +79,7 @@ class StagedForward(Forward):
         return (self.precision.cast_outputs(output) if index == self.last else output), tape
 
     def key(self, batch: Any, number: int) -> tuple:
-        """Returns what a message's shape may depend on, as a key: gradients on, training mode, the batch's shapes.
+        """Returns the key of a message's shapes: (gradients on, training mode, batch's shapes, micro-batch or None).
 
         Where it may depend on values, also the micro-batch's number.
         """

@@ -106,11 +106,11 @@ class RankState:
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Returns this rank's device."""
         return self.mesh.device
 
     def outside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor like the module's parameter as others see it: complex, where it is held as pairs."""
+        """Returns a tensor, shaped as the module's parameter, as users see it: complex where it is held as pairs."""
         return as_complex(tensor) if name in self.pairs else tensor
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -134,5 +134,5 @@ class RankState:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts the losses, weights and samples that it has; of ranks that have the same, one."""
+        """Whether this rank counts its losses, weights and samples: of ranks that have the same samples, one does."""
         return self.mesh.counts and (not self.same_samples or self.mesh.data.index == 0)

@@ -99,7 +99,7 @@ class MetricTally:
 
 
 def _finish(name: str, third: Any) -> Callable[[float], float] | None:
-    """Returns the function after the division that a metric's third item names; `third`: it alone, or nothing."""
+    """Returns the function applied after the division, which a metric's third item names (`third`: [] or [it])."""
     if not third:
         return None
     if callable(third[0]):

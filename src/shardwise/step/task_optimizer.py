@@ -1,4 +1,4 @@
-"""Call `Task.optimizer` on named groups of parameters: "decay" for matrices, "no_decay" for norms and biases."""
+"""Call `Task.optimizer` on groups of parameters, "decay" and "no_decay" (proofs make theirs: proof/literal)."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
         raise InputError(f"Task.optimizer failed: {where(error)}{_like(error)}") from error
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    # an optimizer of another model's parameters would step, and leave the trained ones as they are
     own = {id(param) for param in params}
     foreign = [param.shape for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
     if foreign:

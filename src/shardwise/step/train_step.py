@@ -118,7 +118,7 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
 
 
 def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
-    """Complete the gradients and exchange control rows; returns what these come to.
+    """Completes the gradients and exchanges control rows; returns their `Agreement`. Collective.
 
     Replicas hold the same sums, bit by bit, and so the same norm: their row need not wait for it, and travels
     beside the gradients.
@@ -181,7 +181,7 @@ def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:
 
 
 def _settle_buffers(module: nn.Module) -> None:
-    """Make whole what a forward left of cut tensors in buffers, which proofs and checkpoints read. Collective."""
+    """Gathers cut tensors that a forward left in buffers, since proofs and checkpoints read whole ones. Collective."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if isinstance(buffer, Distributed):
@@ -257,7 +257,7 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
                 tally.add(state.forward(part), part.count, {})
     finally:
         set_training(state.module, True)
-    take_written(state)
+    take_written(state)  # an evaluation too may write into weights
     if state.staged is None:
         agreed = agree(tally, 0.0, state.mesh.gradients)
     else:

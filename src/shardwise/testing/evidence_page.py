@@ -18,7 +18,7 @@ NAMES = {True: "yes", False: "**no**", None: "not tried"}
 
 
 def about(backend: str, ranks: int) -> dict[str, Any]:
-    """Returns what the evidence was collected with."""
+    """Returns the versions and devices with which the evidence was collected, by name."""
     return {
         "date": date.today().isoformat(), "machine": describe(), "system": platform.platform(),
         "python": platform.python_version(), "torch": torch.__version__, **library_versions(),

@@ -111,13 +111,13 @@ def injected(*faults: Fault) -> Iterator[Path]:
 
 
 def environment(faults: tuple[Fault, ...] | list[Fault], folder: str | Path) -> dict[str, str]:
-    """The variables that bring these faults to ranks; `folder` remembers which have struck."""
+    """Returns the variables that bring these faults to ranks; `folder` remembers which have struck."""
     text = json.dumps({"folder": str(folder), "faults": [asdict(fault) for fault in faults]})
     return {VARIABLE: text, points.VARIABLE: f"{__name__}:meet"}
 
 
 def struck(folder: str | Path) -> int:
-    """How many times faults have struck."""
+    """Returns how many times faults have struck."""
     return len(list(Path(folder).glob("fault-*")))
 
 
@@ -207,7 +207,7 @@ def _lock(fault: Fault, subject: Any) -> None:
 
 
 def _nan(fault: Fault, state: Any) -> None:
-    """The gradient of one parameter, as backward brings it."""
+    """Returns the gradient of one parameter, as backward brings it."""
     name = fault.name or state.names[0]
     home, _, leaf = name.rpartition(".")
     owner = state.module.get_submodule(home)

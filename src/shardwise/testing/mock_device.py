@@ -78,7 +78,7 @@ class MockStream:
 
     @property
     def device(self) -> torch.device:
-        """The mock device."""
+        """Returns the mock device."""
         return _device()
 
     def wait_event(self, event: MockEvent) -> None:
@@ -88,7 +88,7 @@ class MockStream:
         """Nothing."""
 
     def record_event(self, event: MockEvent | None = None) -> MockEvent:
-        """An event, reached already."""
+        """Returns an event, reached already."""
         return event or MockEvent()
 
     def synchronize(self) -> None:
@@ -296,7 +296,7 @@ class MockTensor(torch.Tensor):
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor on the memory that a mock tensor has now; counts no copy."""
+    """Returns the CPU tensor on the memory that a mock tensor has now; counts no copy."""
     with torch.no_grad():
         bare = torch.empty(0, dtype=tensor.dtype, device=HOST)
         return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -67,17 +67,17 @@ class PlayedOrder:
         return not self.circle and not self.unlike
 
     def text(self) -> str:
-        """Returns what is wrong, a line for each rank; empty where nothing is."""
+        """Returns the faults as text, a line for each rank; "" where there are none."""
         return "\n".join([*self.unlike, *map(str, self.circle)])
 
 
 def strictest(ranks: Sequence[Entries]) -> PlayedOrder:
-    """Returns what comes of the entries of all ranks where each rank's operations run one after another."""
+    """Returns the outcome of all ranks' entries where each rank's operations run one after another."""
     return _played(ranks, one_queue=True)
 
 
 def side_by_side(ranks: Sequence[Entries]) -> PlayedOrder:
-    """Returns what comes of them where communicators run at the same time."""
+    """Returns the outcome of all ranks' entries where communicators run at the same time."""
     return _played(ranks, one_queue=False)
 
 

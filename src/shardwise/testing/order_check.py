@@ -74,7 +74,7 @@ def check_order(task: Any, plan: Plan | str, *, pool: RankPool | None = None, ti
 
 
 def report(plan: str, ranks: list[list[Issued | Waited]]) -> OrderReport:
-    """Returns what the entries of all ranks come to."""
+    """Returns the `OrderReport` of the entries of all ranks."""
     issued = sum(isinstance(entry, Issued) for entries in ranks for entry in entries)
     made = max(len(nccl_order.communicators(entries)) for entries in ranks)
     return OrderReport(plan, *nccl_order.check(ranks), issued, made)
@@ -95,7 +95,7 @@ def _evaluates(task: Any) -> bool:
 
 
 def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | Waited]:
-    """Returns what this rank issues and waits for. Collective."""
+    """Returns the entries that this rank issues and waits for. Collective."""
     device = mock_device.install()
     if dist.is_initialized() and dist.get_world_size() > 1:
         mock_device.join_group()

@@ -24,7 +24,7 @@ Around = Callable[[Any, bool, Any], AbstractContextManager[None]]
 
 
 class _Watched:
-    """Runs torch's backward inside the contexts of those that watch, the last one to begin outermost."""
+    """Stands for torch's backward: runs it inside the watchers' contexts, the last watcher's outermost."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run, self.watchers = run, list[Around]()
@@ -78,7 +78,7 @@ class Taken:
 
 
 def listed(tensors: Any) -> list[Any]:
-    """Returns the tensors that an argument of `torch.autograd.grad` names, of which one may stand alone."""
+    """Returns the tensors of an argument of `torch.autograd.grad`, a tensor or a sequence, as a list."""
     return [tensors] if isinstance(tensors, torch.Tensor) or not isinstance(tensors, list | tuple) else list(tensors)
 
 

@@ -22,7 +22,7 @@ _OURS = ("torch", "shardwise", "functools", "builtins")
 
 
 def caches_of(module: nn.Module) -> list[Any]:
-    """Returns the caches of functions that a module's classes, their files and its submodules themselves have."""
+    """Returns the cached functions of a module's classes, of the files of these, and in submodules' attributes."""
     caches = {id(value): value for child in module.modules() for value in vars(child).values() if _is_cache(value)}
     for kind in {type(child) for child in module.modules()}:
         caches |= {id(cache): cache for base in kind.__mro__ for cache in _of_class(base)}
@@ -42,7 +42,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """Yields the caches that a function is or, as a wrapper does, has in a variable of its closure."""
+    """Yields the function, if it is a cache, and the caches in its closure, as a wrapper has."""
     value = value.__func__ if type(value) in (staticmethod, classmethod) else value
     if _is_cache(value):
         yield value
@@ -64,7 +64,7 @@ def forget_tables(module: nn.Module) -> None:
 
 
 def _has_tensor(referent: Any) -> bool:
-    """Whether what a cache refers to is an entry of it, or the table of them, that holds a tensor."""
+    """Whether an object that a cache refers to is an entry, or its table of entries, with a tensor."""
     # `isinstance` asks an object for its `__class__`, which stand-ins of libraries that are not installed refuse
     if issubclass(type(referent), dict):
         return any(_has_tensor(entry) for entry in referent.values())

@@ -229,7 +229,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     try:
         with as_written():
             module = checked(model())
-        forget_tables(module)
+        forget_tables(module)  # the recorded attempt before may have left tensors without values in caches
     except ShardwiseError:
         raise
     except Exception as error:
@@ -245,7 +245,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
 
 
 def told_of_constructor(error: BaseException) -> str:
-    """Returns what a constructor raised and where, with what to leave out of one that picks a device or spreads."""
+    """Returns a constructor's error and its place, as text, with advice for one that picks a device or spreads."""
     text, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
     if of_a_device(error):
         return f"{text.rstrip('.')}. {LEAVE_OUT}"
@@ -261,7 +261,7 @@ LEAVE_OUT = "Leave .cuda() and device= out: each rank places the module and its 
 
 
 def of_a_device(error: BaseException) -> bool:
-    """Whether user's code asked for a device by name that this build of torch does not have."""
+    """Whether the error is of user's code that named a device which this build of torch lacks."""
     lazily = any(frame.name == "_lazy_init" for frame in traceback.extract_tb(error.__traceback__))
     return lazily or "PyTorch is not linked with support for" in str(error)  # the second of fake tensors
 

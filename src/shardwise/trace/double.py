@@ -58,13 +58,13 @@ class KeepDouble(TorchDispatchMode):
 
 
 def _is_double(args: tuple, wide: torch.dtype) -> bool:
-    """Whether what is cast is double, or complex numbers are made of no tensor."""
+    """Whether a cast is of a float64 tensor, or makes complex numbers of no tensor at all."""
     dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
     return torch.float64 in dtypes or torch.complex128 in dtypes or (wide.is_complex and not dtypes)
 
 
 def _exact(func: Any, args: tuple) -> bool:
-    """Whether an operation makes values that any dtype holds: a constant, or integers and masks in another dtype."""
+    """Whether an operation's results are exact in any dtype: a constant, or integers and masks cast to another."""
     source = args[0] if args else None
     if func._schema.name == "aten::_to_copy" and isinstance(source, torch.Tensor):
         return not source.is_floating_point() and not source.is_complex()

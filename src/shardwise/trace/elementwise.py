@@ -58,7 +58,7 @@ def fit(tensors: list[torch.Tensor]) -> bool:
 
 
 def _sizes(tensor: torch.Tensor, ndim: int) -> tuple[int, ...]:
-    """Returns a small shape of as many dims, with another size for each dim that is not broadcast."""
+    """Returns a small shape of the same number of dims, with a size of its own for each dim that is not broadcast."""
     # sizes that differ, so that an exchange of dims shows
     return tuple(1 if n == 1 else 2 + place for place, n in enumerate(tensor.shape, ndim - tensor.dim()))
 
@@ -144,7 +144,7 @@ def is_random(func: Any) -> bool:
 
 @cache
 def fills(func: Any) -> bool:
-    """Whether a random operation writes what it draws over its first argument, whatever that held (`normal_`)."""
+    """Whether a random operation overwrites its first argument with its draws (`normal_`)."""
     names = [argument.name for argument in func._schema.arguments]
     first = func._schema.arguments[0].alias_info if names else None
     # `rrelu_with_noise_` draws noise, and reads the tensor that it writes into
@@ -165,7 +165,7 @@ def asks_by_values(func: Any) -> bool:
 
 @cache
 def overwrites(name: str) -> bool:
-    """Whether a function of this name leaves nothing of what its first argument held: it copies, or draws (`fills`)."""
+    """Whether a function of this name overwrites its first argument entirely: it copies, or draws (`fills`)."""
     if name in ("copy_", "zero_", "fill_"):
         return True
     packet = getattr(torch.ops.aten, name, None) if name.endswith("_") and not name.startswith("_") else None

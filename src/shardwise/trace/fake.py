@@ -213,7 +213,7 @@ def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
 
 @cache
 def _of_metadata(func: Any) -> bool:
-    """Whether results depend on metadata alone, as torch's cache sees it (`_validate_cache_key`), or are views.
+    """Whether results depend on metadata alone, judged by torch's own cache (`_validate_cache_key`), or are views.
 
     FSDP2's own operations are, and what gives nothing: it writes into its arguments.
     """
@@ -229,7 +229,7 @@ def _of_metadata(func: Any) -> bool:
 
 
 def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
-    """Returns how to make a result from the arguments; None where that is not known."""
+    """Returns the `Made` that says how a result follows from the arguments; None where that is not known."""
     places = [place for place, tensor in enumerate(tensors) if storage_key(tensor) == storage_key(leaf)]
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
         return None  # which of two that share their memory it follows is not seen here

@@ -156,7 +156,7 @@ class Values(TorchDispatchMode):
 
     @property
     def assumed(self) -> bool:
-        """Whether a load was taken to be balanced, and mattered."""
+        """Whether a branch or shape depended on experts chosen by the assumption of balanced load."""
         return CHOSEN in self.asked
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -167,9 +167,10 @@ class Values(TorchDispatchMode):
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns an op's result, with its values where they can be known."""
         leaves = tensors_in((args, kwargs))
+        # a row beyond the table: a run raises, tensors without values would go on
         if func is _ATEN.embedding.default:
             _look_up(*args[:2])
-        # torch reads the lengths in C++, which no fake tensor answers
+        # packing reads the lengths in C++, which no fake tensor answers
         if func is PACK and (lengths := shadow(args[1])) is not None:
             self.asked |= origins_of([args[1]])
             with _disable_current_modes():
@@ -202,9 +203,11 @@ class Values(TorchDispatchMode):
         real_args, real_kwargs = pytree.tree_map(value_of, (args, kwargs))
         with _disable_current_modes():
             real = func(*real_args, **real_kwargs)
+        # `.item()` and the like: what Python decides by it hangs on where the values came from, which callers tell
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(real)):
             self.asked |= origins_of(leaves)
-            return real  # .item()
+            return real
+        # so do the shapes behind `nonzero` and masks
         if torch.Tag.dynamic_output_shape in func.tags:
             self.asked |= origins_of(leaves)
         try:
@@ -250,6 +253,7 @@ class Values(TorchDispatchMode):
         """Attaches values to what `zeros_like` and its kind made of a tensor without values."""
         place = _FILLED_WITH.get(packet)
         number = _FILLED.get(packet) if place is None else args[place]
+        # a tensor without values says its shape and dtype, all that these ops read of it
         if isinstance(out, FakeTensor) and isinstance(number, int | float) and out.numel() <= MOST_FLOATS:
             with _disable_current_modes():
                 give(out, torch.full(out.shape, number, dtype=out.dtype))
@@ -278,7 +282,7 @@ class Values(TorchDispatchMode):
         if not isinstance(dim, int) or isinstance(dim, bool):
             return
         scores = args[0]
-        keeps = index.dim() == scores.dim()
+        keeps = index.dim() == scores.dim()  # else `dim` is gone, as of argmax without keepdim
         with _disable_current_modes():
             shape = index.shape if keeps else torch.Size((*index.shape, 1))
             chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])
@@ -334,7 +338,7 @@ _FACTORIES = {_ATEN.arange, _ATEN.linspace, _ATEN.eye, _ATEN.zeros, _ATEN.ones, 
 
 
 def _makes_values(func: Any, args: tuple) -> bool:
-    """Whether a factory's values are worth keeping: few numbers, of which no tensor without values has a part."""
+    """Whether an operation is a factory of at most `MOST` numbers, whose values are kept."""
     if func._overloadpacket not in _FACTORIES:
         return False
     sizes = args[0] if args and isinstance(args[0], list | tuple) else ()

@@ -59,7 +59,7 @@ def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
 
 
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Returns (table, key) of what a forward may change; of children and parameters those that are None.
+    """Returns (table, key) of each entry that a forward may change; of children and parameters those that are None.
 
     Others are not a forward's to exchange: FSDP2 does so, and what it put there has to stay.
     """
@@ -218,7 +218,7 @@ class PassedState:
                 _refill(table, contents)
 
     def changed(self) -> bool:
-        """Whether anything differs from what it was."""
+        """Whether any object or container differs from its recorded contents."""
         tables = any(_differs(table, table, contents) for table, contents in self._tables)
         return tables or any(tensor._version != version for tensor, _, version in self._tensors)
 
@@ -237,7 +237,7 @@ def _size(value: Any) -> int:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor with memory for each element that is no weight (a recurrent layer has a list of those)."""
+    """Whether `value` is a tensor with memory for each element, and no weight (recurrent layers list theirs)."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return False
     return value.layout is not torch.strided or 0 not in value.stride()

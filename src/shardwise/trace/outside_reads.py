@@ -27,7 +27,7 @@ def set_training(module: nn.Module, training: bool) -> nn.Module:
 
 
 class OutsideReads(TorchDispatchMode):
-    """Gives operations whole values of weights whose unit does not run, and notes those units in `units`.
+    """Mode that gives operations whole values of weights read outside their unit's forward; notes the units in `units`.
 
     module   units are sharded by `FullShard`; none of them runs now
     gather   the whole values of a weight

@@ -69,7 +69,7 @@ def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _read(owner: Any, name: str) -> Any:
-    """Returns what stands at a place, `_ABSENT` where nothing does."""
+    """Returns the value at a place (an attribute, a global, a closure cell), `_ABSENT` where there is none."""
     if isinstance(owner, CellType):
         try:
             return owner.cell_contents
@@ -203,7 +203,7 @@ class OutsideState:
         self._contents = [(name, keep(value)) for name, value in (*reached.objects.values(), *values)]
 
     def changed(self) -> list[str]:
-        """Returns the names of what has another value or other contents."""
+        """Returns the names of places and objects whose value or contents have changed."""
         names = [name for owner, name, value in self._kept if _read(owner, name) is not value]
         return [*names, *(name for name, contents in self._contents if contents.changed())]
 

@@ -64,11 +64,11 @@ class OwnCalls(TorchFunctionMode):
             self.leave()
 
     def enter(self, whose: Any) -> None:
-        """Another module's forward begins."""
+        """Notes that another module's forward begins."""
         self._forwards.append((whose, Counter()))
 
     def leave(self) -> None:
-        """The forward that began last ends."""
+        """Notes that the forward that began last ends."""
         self._forwards.pop()
 
     def times(self, whose: Any, spot: Spot) -> int:
@@ -117,7 +117,7 @@ def _place_of(frame: Any) -> tuple[str, int, int]:
 
 @lru_cache(maxsize=4096)
 def _first_halves(code: CodeType) -> dict[int, int]:
-    """Where a call's first half stands, and its second: Python 3.11 runs `sum` in the second, later in the first."""
+    """Returns (place of a call's first half, of its second): Python 3.11 runs `sum` in the second, later the first."""
     pairs = pairwise(dis.get_instructions(code))
     return {first.offset: second.offset for first, second in pairs if first.opname == "PRECALL"}
 

@@ -29,7 +29,7 @@ DEEP = 6  # containers within containers
 
 
 def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
-    """Returns what a value holds, to be compared: tensors by identity and version, objects of torch's not at all.
+    """Returns a value's contents, for comparison: tensors by identity and version, torch's own objects left out.
 
     tensors   else a tensor counts as None does: what is left is structure and numbers
     """

@@ -61,7 +61,7 @@ def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DE
 
 
 class _Met(dict):
-    """Mapping for `exchange` that replaces nothing and has, as keys, the ids that it was asked for."""
+    """Mapping for `exchange` that replaces nothing and records, as its keys, the ids that were looked up."""
 
     def get(self, key: int, default: Any = None) -> Any:
         self[key] = default
@@ -83,12 +83,13 @@ def held_beside(module: nn.Module) -> set[str]:
 
 
 def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
-    """Returns the same object with its contents exchanged; of a tuple that changes, a new one."""
+    """Returns the object, its contents exchanged in place; a new tuple for one whose items change."""
     if isinstance(value, torch.Tensor):
         return made.get(id(value), value)
     if not deep or isinstance(value, nn.Module | type):
         return value
     table = vars(value) if is_own(value) else value
+    # a tuple cannot be changed in place; an unchanged one stays itself, so that identities hold
     if isinstance(table, tuple):
         new = [_exchanged(item, made, deep - 1) for item in table]
         same = all(a is b for a, b in zip(new, table, strict=True))

@@ -103,7 +103,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def ref_of(tensor: torch.Tensor) -> Ref:
-    """Returns what names a tensor on the tape: its storage, shape, strides, offset and dtype."""
+    """Returns the `Ref` that names a tensor on the tape: its storage, shape, strides, offset and dtype."""
     return Ref(storage_key(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
 
 

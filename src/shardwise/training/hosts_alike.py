@@ -26,7 +26,7 @@ SEEN_S = 30.0  # in which a network's folder shows on every host
 
 
 def check_hosts(job: Job, device: torch.device) -> list[str]:
-    """Compare what the ranks' hosts have; returns notices. Collective; `InputError` names hosts that differ."""
+    """Compares the facts of the ranks' hosts; returns notices. Collective; `InputError` names hosts that differ."""
     settings = {key: str(value) for key, value in settings_of(job.effective).items() if key != "array task"}
     rows = gather_json(alike.facts_here(settings | _data(job)), everybody(), device)
     alike.check_alike(rows)

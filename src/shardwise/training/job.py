@@ -67,7 +67,7 @@ class Job:
         return task if self.proof is None else self.proof.task(task)
 
     def with_(self, **changes: Any) -> Job:
-        """A copy with some fields replaced."""
+        """Returns a copy with some fields replaced."""
         return replace(self, **changes)
 
 
@@ -199,7 +199,7 @@ def _lr_factor(effective: Effective, batch: int) -> float:
 
 
 def _optimizer_notes(effective: Effective, task: Task, batch: int) -> list[str]:
-    """Returns what [optimizer] changes of an optimizer that the task brings itself."""
+    """Returns notes on what [optimizer] changes of the task's own optimizer."""
     section = effective.config.optimizer
     if effective.builtin or task.optimizer is default_optimizer:
         return []

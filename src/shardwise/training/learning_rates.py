@@ -1,4 +1,4 @@
-"""Learning-rate schedules as functions of the optimizer step, counted from 0 (names: config/schema).
+"""Learning-rate schedules as functions of the step, from 0 (names: config/schema; proofs: proof/literal_settings).
 
     factor
       1 |      ________          warm-up: (step + 1) / (warmup + 1), so that step `warmup` has factor 1

@@ -87,7 +87,7 @@ def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
 
 
 def _again(job: Job, steps: int) -> Hashes:
-    """Returns the hashes of this process's tensors after `steps` steps in its new place."""
+    """Returns the hashes of this process's tensors after the run's first `steps` steps, taken in its new place."""
     task = job.build_task()
     engine = engine_of(job, task)
     with ExitStack() as stack:

@@ -42,17 +42,17 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """The last step's loss; None where it was not finite."""
+        """Returns the last step's loss; None where it was not finite."""
         return self.summary["loss"]
 
     @property
     def eval_loss(self) -> float | None:
-        """The loss on held-out data at the end, where the task has some."""
+        """Returns the loss on held-out data at the end, where the task has some."""
         return self.summary["eval_loss"]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`, one for each step and each evaluation."""
+        """Returns the records of `metrics.jsonl`, one for each step and each evaluation."""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 

@@ -29,7 +29,7 @@ def candidates(
     batch: Any, samples: int, tiles: tuple[Axis | None, ...], names: tuple[str, ...], spatial: Domain | None,
     model_leaves: Collection[int],
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Yields, for each set of extents that the model's inputs have, the cut of all tensors of the batch that have it.
+    """Yields a `Candidate` for each set of extents of the model's inputs: all tensors that end in them are cut.
 
     tiles  for each dim of space from the first one on: the axis that cuts it, None where it stays whole
     model_leaves  ids of the leaves that the model is given
@@ -62,7 +62,7 @@ def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[s
 
 
 def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
-    """The positions, told how a rank reads its own tile, where the task's source reads tiles: it has a `global_shape`.
+    """Returns the positions with `shapes` and `space` set where the task's source reads tiles (has a `global_shape`).
 
     Its extents are those of space in the order in which tensors have them; `Domain.dims` may have another one.
     Raises `InputError` where a field that is cut has other extents there.

@@ -24,7 +24,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]  # rows (R, 
 
 
 def _move(tensor: torch.Tensor, sent: list[int], received: list[int], axis: Axis, tag: str = "experts") -> torch.Tensor:
-    """Returns the rows that arrive here where `sent` counts rows for each rank, and `received` those from each."""
+    """Returns the rows that arrive here by an all-to-all of `sent` rows to, and `received` rows from, each rank."""
     arrived = tensor.new_empty((sum(received), *tensor.shape[1:]))
     if axis.rehearsal is None:
         all_to_all(arrived, tensor.contiguous(), received, sent, axis, tag)
@@ -61,7 +61,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def of_own_rows(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, run: Compute) -> torch.Tensor:
-    """Returns `run` on the rows of this rank alone, cut as the rows are, where positions are cut over ranks.
+    """Returns `run(rows, ...)` on this rank's share of cut rows, as a part cut as they are.
 
     Right for whatever treats rows apart. Over other axes (tensor parallelism) the three are whole in `run`.
     """
@@ -101,7 +101,7 @@ def through_owners(
 
 
 def _require_known(chosen: torch.Tensor, experts: int) -> None:
-    """Raises `RunError` for a token whose expert there is not."""
+    """Raises `RunError` for a token routed to an expert number outside [0, experts)."""
     exists = (chosen >= 0) & (chosen < experts)
 
     def error() -> RunError:

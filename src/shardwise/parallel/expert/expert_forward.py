@@ -147,7 +147,7 @@ def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *,
 
 
 def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
-    """Returns a forward that has every row computed by the rank that holds its expert."""
+    """Returns a forward that sends every row to the rank that holds its expert, and brings results back."""
     own = child.forward
     per_rank = stack.experts // axis.size
 

@@ -105,7 +105,7 @@ def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: in
 
 @dataclass(frozen=True)
 class CandidateCall:
-    """How a candidate was called: with rows of `width`, `k` experts each, and these arguments beside the tensors."""
+    """A candidate's call: rows of `width`, `k` experts each, and the arguments beside the tensors."""
 
     call: ExpertCall
     width: int
@@ -174,7 +174,7 @@ def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> AbstractCont
 
 
 def _first_dims(child: nn.Module) -> list[int]:
-    """Returns the sizes of the first dim of its parameters, from the one with most elements down."""
+    """Returns the sizes of its parameters' first dims, the parameter with most elements first."""
     elements: dict[int, int] = {}
     for param in child.parameters():
         if param.dim() >= 2 and param.shape[0] >= 2:
@@ -262,6 +262,7 @@ def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stac
     made: dict[str, torch.Tensor] = {}
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # buffers (tables, counters) have the values that the forward expects; of weights any will do
         if isinstance(tensor, nn.Parameter):
             made[name] = _random(tensor, dtype, generator, stacked=name in leaves)
             return made[name]

@@ -20,7 +20,7 @@ from shardwise.parallel.slots import DataParallel, Slot
 
 
 def _of_both(name: str) -> Any:
-    """Returns the method of this name: that of both techniques, one after the other."""
+    """Returns a method that calls both techniques' method of this name, one after the other."""
 
     def call(self: WithExperts, *args: Any, **kwargs: Any) -> None:
         for technique in (self.rest, self.experts):
@@ -30,7 +30,7 @@ def _of_both(name: str) -> Any:
 
 
 def _of_its_technique(name: str) -> Any:
-    """Returns the method of this name of one parameter (of an expert one: of this rank's experts), by its index."""
+    """Returns a method of one parameter by its index, that calls its technique's method of this name."""
 
     def call(self: WithExperts, index: int, *args: Any) -> Any:
         technique, place = self._home[index]

@@ -30,7 +30,7 @@ from shardwise.errors import RefusedPlan
 
 @dataclass
 class DeferredWeightGrad:
-    """What W needs of I.
+    """What the weights' half of a backward (W) needs of the input's half (I).
 
     roots    (output, gradient) of a stage without an input, whose whole backward is W; else empty
     entered  of each N: the gradients that I entered it with, by its outputs
@@ -54,7 +54,7 @@ def whole(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | No
 
 
 def root_of(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
-    """Returns what to call backward with for a tensor: itself, or of a subclass its edge of the graph."""
+    """Returns the root to give autograd for a tensor: itself, or, of a subclass, its edge of the graph."""
     # torch would run all of backward as one function of the subclass (a share): blocks that are computed again in it
     # would then run with none of the subclass's functions
     return get_gradient_edge(tensor) if has_torch_function((tensor,)) else tensor
@@ -199,7 +199,7 @@ def _accumulating(node: Node) -> tuple[Node, ...]:
 
 
 def _groups(later: DeferredWeightGrad) -> list[list[Node]]:
-    """Returns the nodes in groups: those that share a weight go together, so that its gradient is whole."""
+    """Returns the nodes in groups: nodes that share a weight are in one, so that one run makes its whole gradient."""
     by_weight: dict[Node, list[Node]] = defaultdict(list)
     for node in later.weights:
         if node in later.entered or node in later.apart:  # else no gradient came to it

@@ -19,7 +19,7 @@ def uses(flow: Flow) -> list[tuple[int, int]]:
 
 
 def uses_led(flow: Flow) -> list[tuple[int, int]]:
-    """Returns the entries of `uses` by operations through which a gradient of the output goes back."""
+    """Returns the entries of `uses` whose operation passes on a gradient of the output."""
     # a forward that takes gradients itself: its output is reached by these too, which `led` does not follow
     led = {op.time for op in flow.ops if flow.taken or (op.leads and not flow.led.isdisjoint(op.makes))}
     return [(time, param) for time, param in uses(flow) if time in led]

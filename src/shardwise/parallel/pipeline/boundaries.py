@@ -31,7 +31,7 @@ class CutPoint:
 
     @property
     def clean(self) -> bool:
-        """Returns whether all that crosses the cut is given to the call as arguments."""
+        """Returns whether every tensor that crosses the cut is an argument of the call."""
         return set(self.numbers) <= set(self.call.arguments)
 
     @property
@@ -102,7 +102,7 @@ class Stage:
 
     @property
     def kept(self) -> list[Holder]:
-        """Returns where the stage has the tensors by which others take gradients."""
+        """Returns the holders, on this stage, of tensors by which other stages take gradients."""
         return [holder for by in self.by.values() for holder in by if isinstance(holder, Holder)]
 
 

@@ -57,7 +57,7 @@ def met_always(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 
 
 def met_by_chance(flow: Flow, places: list[CutPoint], substitutes: list[CutPoint]) -> list[CutPoint]:
-    """Returns the places that every forward comes to, or for which later calls (their `others`) can stand in.
+    """Returns the places that every forward comes to, or that later calls (`others`) can replace.
 
     substitutes  places that may stand in: all of them, also those that nothing is computed before
     """

@@ -69,7 +69,7 @@ def find_places(
 
 
 def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]:
-    """Returns the places where later forwards send the same tensors and find what earlier ones left on their side."""
+    """Returns the places where later forwards send the same tensors, and find on their stage what earlier ones left."""
     lasting = []
     for place in places:
         runs_on, why = conflict(flow, place.call)
@@ -326,7 +326,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
 
 
 def _add_used(stage: Stage, later: Flow) -> None:
-    """Add to the stage what it uses of parameters and buffers in a later forward alone."""
+    """Adds to the stage the parameters and buffers that it uses only in a later forward."""
     start, stop = 0, later.end + 1
     if stage.entry is not None and (twin := twin_of(stage.entry.call, later)) is not None:
         start = twin.enter
@@ -339,7 +339,7 @@ def _add_used(stage: Stage, later: Flow) -> None:
 
 
 def _take_part(flow: Flow, stage: Stage) -> None:
-    """Set what a stage needs to know of gradients that the forward takes itself: `taken`, `over`, `answers`, `by`."""
+    """Sets a stage's fields on gradients that the forward takes itself: `taken`, `over`, `answers`, `by`."""
     stage.taken, stage.differentiates = flow.taken, bool(flow.taken or flow.backwards)
     if stage.entry is not None:
         stage.over = frozenset(crossed(flow, stage.entry.call, stage.entry.numbers))

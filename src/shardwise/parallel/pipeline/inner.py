@@ -36,7 +36,7 @@ def _leads(flow: Flow, x: int, numbers: Sequence[int]) -> bool:
 
 
 def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
-    """Returns a tensor that a gradient over this place is taken by and that no stage before it has; None: none is.
+    """Returns the tensor of a gradient over this place (with respect to it) that no earlier stage has; None for none.
 
     For a gradient that cannot be taken in parts it is the first of `numbers`, the tensors that cross.
     """

@@ -29,7 +29,7 @@ BOTH = BEFORE | AFTER
 
 
 def twin_of(call: ModuleCall, flow: Flow) -> ModuleCall | None:
-    """Returns the same call in another forward, of a module or of a function by the same code; None: not made there."""
+    """Returns the call of another forward by the same module, or the same line of code; None where there is none."""
     candidates = flow.functions if call.own is not None else flow.calls()
     key = call.path, call.place, call.own
     return next((other for other in candidates if (other.path, other.place, other.own) == key), None)
@@ -37,7 +37,7 @@ def twin_of(call: ModuleCall, flow: Flow) -> ModuleCall | None:
 
 @dataclass
 class _Cut:
-    """A cut in one of several forwards: when, and the calls around it."""
+    """A cut in one of several forwards: its moment, and the calls inside which it lies."""
 
     flow: Flow
     moment: int
@@ -235,7 +235,7 @@ def _unpacked(kept: torch.Tensor | _Saved) -> torch.Tensor:
 
 @contextmanager
 def as_left(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context around one forward: its backward gets these parameters and buffers as they are when the forward ends.
+    """Context of one forward: its backward reads these parameters and buffers with their values at the forward's end.
 
     names  of parameters and buffers into which the forward writes
     """

@@ -60,7 +60,7 @@ class LeftOutResults:
         self._blank.clear()
 
     def result(self, skip: Skip, along: Sequence[Along], args: tuple, kwargs: dict) -> Any:
-        """Returns what a call gives, made up; `along`: how each leaf of it is cut, empty where all are whole.
+        """Returns a made-up result of a call; `along`: how each of its leaves is cut, empty where all are whole.
 
         Raises `RefusedPlan` where a shape does not follow from the arguments'.
         """
@@ -164,7 +164,7 @@ class OnNothing(TorchFunctionMode):
 
 
 def _writes_into_absent(func: Callable[..., Any], args: tuple) -> bool:
-    """Returns whether a function writes into an absent weight, whole or a share of it: nothing in it counts."""
+    """Returns whether a function writes into a weight that other stages hold: such a write has no effect here."""
     name = getattr(func, "__name__", "")
     plain = name.endswith("_") and not name.endswith("__")
     written = args[0] if args and (plain or name == "__setitem__" or name.startswith("__i")) else None

@@ -57,7 +57,7 @@ def _twins(flow: Flow, other: Flow) -> dict[tuple[str, int], ModuleCall]:
 def _skip(
     flow: Flow, call: ModuleCall, twins: dict[tuple[str, int], ModuleCall], samples: tuple[int, int], total: float
 ) -> Skip | None:
-    """Returns how to leave a call out; None where it must run: it gives something shared, or shapes are not known."""
+    """Returns the `Skip` of a call; None where it must run: its result is shared, or has shapes that are not known."""
     other = twins.get((call.path, call.place))
     # `moves`: what it changes in the module, a later forward would find made up
     if other is None or call.moves or not all(_alike(call, later) for later in flow.later):

@@ -120,7 +120,7 @@ class StagedModule:
         self._wrap_root()
 
     def _actions_of(self, stage: Stage, touched: dict[int, nn.Module]) -> dict[tuple[int, int], Action]:
-        """Returns what to do at each call, by (id of the module, its how-manieth call), in place of its forward.
+        """Returns the action in place of a call's forward, by (id of the module, number of its call).
 
         touched  by id: modules whose calls must be counted; grows
         """
@@ -337,7 +337,7 @@ class StagedModule:
             self._made_up.clear()
 
     def _leave_out(self, skip: Skip, along: Sequence[Along], inside: list[int], args: tuple, kwargs: dict) -> Any:
-        """Returns (made-up result,) of a call that is left out."""
+        """Returns a 1-tuple of the made-up result of a call that is left out."""
         assert self._stage is not None
         # the calls and gradients inside it count, since a module's later calls go by their number: without it a stage
         # that begins inside a block's later run would begin at the wrong one

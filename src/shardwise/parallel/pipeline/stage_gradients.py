@@ -111,7 +111,7 @@ class Tape:
     # --- the forward's own gradient
 
     def take(self, index: int, take: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Returns what `take(*args, **kwargs)` would in one process; `take` is `torch.autograd.grad`."""
+        """Returns the gradients that `torch.autograd.grad(*args, **kwargs)`, which is `take`, gives in one process."""
         names = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
         names |= kwargs
         outputs, inputs = listed(names["outputs"]), listed(names["inputs"])
@@ -357,7 +357,7 @@ class SharedGradients(TorchFunctionMode):
         return output
 
     def note(self, result: Any) -> None:
-        """Note what stands for the result of a call that was left out."""
+        """Notes the made-up result of a call that was left out."""
         for tensor in tensors_in(result):
             self._noted(tensor)
 

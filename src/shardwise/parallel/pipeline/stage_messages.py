@@ -184,15 +184,15 @@ class Mail:
             self._specs.clear()
 
     def _number(self, source: int, goal: int, batch: int, place: int) -> int:
-        """Returns a number for one tensor of one message, the same on both ranks: its tag, where a backend has tags."""
+        """Returns one tensor's number within a message, the same on both ranks (the tag, where a backend has tags)."""
         boundary = 2 * min(source, goal) + (goal < source)
         return (batch * 2 * len(self.owner) + boundary) * MOST_TENSORS + place
 
     def _send(
         self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor],
-        told: list[MessageSpec] | None = None,
+        specs: list[MessageSpec] | None = None,
     ) -> None:  # fmt: skip
-        """Send the tensors of one message; `told`: what they are like, where the receiver does not know it yet."""
+        """Sends the tensors of one message; `specs`: theirs, where the receiver does not know them yet."""
         if len(tensors) >= TELLING:
             raise RefusedPlan(f"stage {source} would send {len(tensors)} tensors at once; {TELLING - 1} are the most")
         if self.owner[source] == self.owner[goal]:  # without its graph: each stage's backward is run by itself
@@ -206,10 +206,10 @@ class Mail:
         ]  # fmt: skip
         key = (tag, source, goal, batch)
         if key in self._due:
-            self._outbox[key] = going, told
+            self._outbox[key] = going, specs
             self._go_on_to(key)
         else:
-            self._tell(source, batch, told)
+            self._tell(source, batch, specs)
             self._exchange(going, [])
 
     def _exchange(self, going: list[RankMessage], coming: list[RankMessage]) -> list[Pending]:
@@ -227,8 +227,8 @@ class Mail:
                 self._due.remove(message)
                 tag, source, goal, batch = message
                 if self.owner[source] == self.axis.index:
-                    messages, told = self._outbox.pop(message)
-                    self._tell(source, batch, told)
+                    messages, specs = self._outbox.pop(message)
+                    self._tell(source, batch, specs)
                     going += messages
                 else:
                     made.append((message, self._like(tag, source, goal, batch, self._key_of(batch))))
@@ -247,11 +247,12 @@ class Mail:
             return _arrived(self._asked.pop((tag, goal, batch)))
         rank = self.owner[source]
         coming = self._coming.get((tag, rank))
+        # messages of one pair arrive in the order in which they were sent: those in front are kept for their turn
         while coming and (tag, goal, batch) not in self._early:
             start, end, number = coming.popleft()
             key_then = self._key_of(number)
             arriving = self._begun.pop((tag, rank), None) or self._receive(tag, start, end, number, key_then)
-            self._begin(tag, rank)
+            self._begin(tag, rank)  # the next one comes while this rank computes with this one
             self._early[tag, end, number] = _arrived(arriving)
         if (tag, goal, batch) in self._early:
             return self._early.pop((tag, goal, batch))
@@ -283,7 +284,7 @@ class Mail:
         ]
 
     def _like(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
-        """Returns new tensors like those of a message; waits for what tells of them, where it is not known."""
+        """Returns new tensors of a message's shapes and dtypes; waits for the sender to tell these, if not known."""
         boundary = min(source, goal)
         if (boundary, key) not in self._specs:
             self._specs[boundary, key] = self._hear(boundary, batch)
@@ -360,7 +361,7 @@ def _next(gradients: Iterator[torch.Tensor], reached: int) -> torch.Tensor | Non
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as what every backend carries: booleans as bytes, complex numbers as pairs of real ones."""
+    """Returns the tensor in a dtype that every backend sends: booleans as bytes, complex numbers as real pairs."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg())
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
@@ -382,7 +383,7 @@ BY_NAME = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.b
 
 
 class Talk:
-    """What the stages of one rank say to those of its neighbours. `owner` gives each stage's rank on the axis."""
+    """Words (integers) between this rank's stages and their neighbours. `owner` gives each stage's rank on the axis."""
 
     def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
         self.owner, self.device = owner, device

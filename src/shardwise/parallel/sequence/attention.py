@@ -149,7 +149,7 @@ def attend(
 def _of_whole_positions(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:  # fmt: skip
-    """Returns attention of which positions are not cut; a mask that is a function is read in tiles here too."""
+    """Returns attention whose positions are whole; a mask given as a function is read tile by tile here too."""
     if isinstance(mask, PairMask):
         # a ring of one rank, which takes what one axis further in cuts. Where no axis of positions cuts anything, the
         # mask is that of a model beside another one of this process whose positions are cut: as it would be alone
@@ -228,7 +228,7 @@ def _by_heads(
 
 @dataclass(frozen=True)
 class _Read:
-    """Which key heads each rank's query heads read, where key heads are too few to be dealt."""
+    """The key heads that each rank's query heads read, where key heads are too few to be dealt."""
 
     axis: Axis
     owners: Owners  # of query heads over the axis
@@ -324,7 +324,7 @@ def _owners(tensor: torch.Tensor, axis: Axis) -> Owners | None:
 
 
 def _inside(tensor: torch.Tensor, axis: Axis) -> Part | None:
-    """Returns the level of a tensor at which an axis further in than `axis` cuts its heads (tp); None: none does."""
+    """Returns the part, inside a tensor, whose heads an axis further in than `axis` (tp) cuts; None for none."""
     return next((p for p in _levels(tensor) if p.axis.depth > axis.depth and p.dim_cut == HEADS), None)
 
 

@@ -32,7 +32,7 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def has_fused(device: torch.device) -> bool:
-    """Returns whether a device has a fused kernel that returns log-sum-exps, as far as it is called here."""
+    """Returns whether a device has a fused attention kernel, of those called here, that returns log-sum-exps."""
     return on_host(device)
 
 

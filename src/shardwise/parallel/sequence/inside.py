@@ -30,7 +30,7 @@ DIM = 1  # of (B, S, E)
 
 @dataclass(frozen=True)
 class CutBlocks:
-    """Cuts what the first of some blocks is given, and joins what the last one returns.
+    """Cuts the sequence (B, S, E) that a list's first block is given, and gathers what its last block returns.
 
     first, last  paths of the blocks
     axes         over which positions are cut, outermost first
@@ -54,7 +54,7 @@ class CutBlocks:
         return undo
 
     def over(self, swap: Callable[[Axis], Axis]) -> CutBlocks:
-        """Returns the same cut over other axes."""
+        """Returns a copy that cuts over `swap` of its axes."""
         return replace(self, axes=tuple(map(swap, self.axes)))
 
     def summary(self, stopped: str = "") -> str:
@@ -82,7 +82,7 @@ class CutBlocks:
         return tree_map_only(torch.Tensor, self._joined, output)
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an output of the last block as every rank has it."""
+        """Returns an output of the last block, gathered on every rank. Collective."""
         if isinstance(tensor, Part) and tensor.axis is self.axes[0] and tensor.dim_cut == DIM:
             return leaving(tensor, self._cuts(tensor.shape[DIM]), self.axes)
         return whole(tensor)  # behind the blocks nothing is cut, in whatever way it was

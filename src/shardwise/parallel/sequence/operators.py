@@ -28,14 +28,14 @@ _LIBRARY.define("ring_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Te
 
 @dataclass(frozen=True)
 class _Named:
-    """What a program names by number: a ring, and its mask where that is a function, without its tensors."""
+    """An object that a program names by number: a ring, and its mask without tensors where that is a function."""
 
     ring: Rounds
     mask: Bare | None
 
 
 def _taken(ring: Rounds, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], int]:
-    """Returns (the tensors of a mask, the number by which a program names the ring and all else)."""
+    """Returns (the mask's tensors, the number by which a program names the ring and the rest of the mask)."""
     bare, tensors = Bare.of(mask) if isinstance(mask, PairMask) else (None, [] if mask is None else [mask])
     return tensors, number_of(_Named(ring, bare))
 
@@ -54,7 +54,7 @@ def _named_ring(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, t
 def forward_written(
     ring: Rounds, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns what `forward_around` does, (output, log-sum-exp), by one operation of the program being compiled."""
+    """Returns (output, log-sum-exp) of `forward_around`, as one operation of the program being compiled."""
     return torch.ops.shardwise.ring(q, k, v, *_taken(ring, mask))
 
 
@@ -62,7 +62,7 @@ def backward_written(
     ring: Rounds, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, wants_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Returns what `backward_around` does, by one operation of the program being compiled."""
+    """Returns the gradients of `backward_around`, as one operation of the program being compiled."""
     tensors, number = _taken(ring, mask)
     *of_qkv, of_mask = torch.ops.shardwise.ring_backward(gradient, q, k, v, tensors, output, lse, number, wants_mask)
     return *of_qkv, of_mask if wants_mask else None  # an operation returns tensors: an empty one for None

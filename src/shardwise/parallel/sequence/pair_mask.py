@@ -183,6 +183,7 @@ def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
         return type(function)(_remade(item, of_tensor) for item in function)
     if function is None or isinstance(function, int | float | str | torch.dtype | torch.device):
         return function
+    # an object may hold tensors anywhere: it cannot be rebuilt with others in their places
     if not isinstance(function, FunctionType):
         raise ValueError(f"a mask that closes over {type(function).__name__}")
     if not function.__closure__:
@@ -234,7 +235,7 @@ class Bare:
         return cls(identity, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> PairMask:
-        """Returns the same mask with these tensors in the places of those that its function closes over."""
+        """Returns the mask whose function closes over these tensors."""
         return _with_tensors(self.mask, tensors) if tensors else self.mask
 
 

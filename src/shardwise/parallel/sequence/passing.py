@@ -113,7 +113,7 @@ def _sums_before(call: Call, source: int) -> int | None:
 
 
 def _added(sums: tuple[torch.Tensor, ...], more: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Returns what this rank has just made, with what came added to it, in place: nobody else has these tensors."""
+    """Returns this rank's new gradients plus those that arrived, added in place: nobody else has these tensors."""
     return tuple(mine.add_(other) for mine, other in zip(sums, more, strict=True))
 
 

@@ -32,7 +32,7 @@ MOST_TILES = 4 * MOST_RUNS**2  # pairs of tiles that are looked at
 
 @dataclass(frozen=True)
 class Call:
-    """What all ranks of a ring know of one attention."""
+    """One attention around a ring, as all its ranks know it: who reads which keys, in which order they pass."""
 
     axis: Axis
     queries: Owners
@@ -102,7 +102,7 @@ def pairs(call: Call, source: int, rank: int | None = None) -> Iterator[tuple[At
 
 
 def _kind(call: Call, q: Range, k: Range) -> str:
-    """Returns what a pair of runs is: as in `pairs`, or "empty"."""
+    """Returns the kind of a pair of runs of queries and keys: those of `pairs`, or "empty" where nothing is read."""
     if call.kinds is not None:
         return call.kinds[q, k]
     if not call.is_causal or k[1] - 1 <= q[0]:  # no key lies behind any query
@@ -137,7 +137,7 @@ def kinds_of(
     given_mask: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
     is_causal: bool,
 ) -> Mapping[tuple[Range, Range], str] | None:  # fmt: skip
-    """Returns what the mask (b, h, S, T) says of each pair of runs of queries and keys; None where it is not looked at.
+    """Returns the kind of each pair of runs under the mask (b, h, S, T); None where the mask is not looked at.
 
     given_mask  the one that attention was called with, of which `mask` is this rank's heads
 
@@ -235,7 +235,7 @@ SAMPLES, HEADS, POSITIONS = 0, 1, 2  # of queries, keys and values (B, H, S, D)
 
 @dataclass(frozen=True)
 class Layers:
-    """A tensor as it is from `axis` on: cut over it (or not), and over at most one axis further in; its payload."""
+    """A tensor's cuts over `axis` (or none) and over at most one axis further in; and its payload, plain."""
 
     part: Part | None  # over the ring's axis
     inner: Part | None  # over an axis further in
@@ -243,7 +243,7 @@ class Layers:
     payload: torch.Tensor
 
     def shell(self) -> Layers:
-        """Returns the same description of the cuts, without the tensor's memory."""
+        """Returns a copy that describes the cuts, without the tensor's memory."""
         part, inner = (None if level is None else level.shell() for level in (self.part, self.inner))
         return Layers(part, inner, self.axis, self.payload.new_empty(()).expand(self.payload.shape))
 

@@ -118,7 +118,7 @@ class _Compiled:
         return tree_unflatten(out_leaves, out_spec)
 
     def _key(self, leaves: list, layouts: dict[int, PartLayout | None], spec: TreeSpec, tensors: list) -> tuple:
-        """Returns the key of the program for a call: what its trace hangs on. Raises `RefusedPlan` for other arguments.
+        """Returns the key of a call's program: all that its trace depends on. Raises `RefusedPlan` for other arguments.
 
         tensors  as they are handed to the program: the call's, then the block's own
         """
@@ -153,9 +153,11 @@ class _Compiled:
         places   which of them are tensors, with their layouts
         """
         self._check_structure()
+        # arguments other than tensors are constants of the program, which is why its key has them
         template = [None if place in places else leaf for place, leaf in enumerate(leaves)]
 
         def trace(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            # parameters and buffers are inputs too: as constants they would be the values of the first call for good
             inputs, state = tensors[: len(places)], tensors[len(places) :]
             filled = list(template)
             for place, layout, tensor in zip(places, layouts, inputs, strict=True):
@@ -174,6 +176,7 @@ class _Compiled:
                 forget()
             flat, out_spec = tree_flatten(output)
             pairs = [unwrapped(leaf) if isinstance(leaf, torch.Tensor) else (leaf, None) for leaf in flat]
+            # a program returns plain tensors alone: how to make the caller's parts and other results of them stays here
             marked = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
             program.traced = [out_spec, marked, [layout for _, layout in pairs]]
             values = tuple(value for value, _ in pairs if isinstance(value, torch.Tensor))
@@ -197,7 +200,7 @@ _TENSOR = object()
 
 @dataclass
 class _Opened:
-    """Stands for an argument of a class of its own (`APART`) whose tensors are the program's inputs."""
+    """An argument of a class in `APART`, taken apart: `tensors` are the program's inputs, `bare` is the rest."""
 
     bare: Any
     tensors: list[torch.Tensor]
@@ -218,7 +221,7 @@ def _closed(arguments: Any) -> Any:
 
 
 def _shapes_of(values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Returns results as the compiler first asks for them, for their shapes alone."""
+    """Returns detached copies of the results, enough for the compiler, which at first reads shapes alone."""
     # it keeps them, and they would keep the graph behind them, with the process groups of every part in it
     return tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
 

@@ -84,7 +84,7 @@ class TensorParallel:
         return whole_of(table.view(-1, *front.shape[1:]), cut.dim, cut.owners)
 
     def full_shape(self, name: str, share: torch.Size) -> torch.Size:
-        """Returns the whole parameter's shape, of that of this rank's share."""
+        """Returns the whole parameter's shape, given the shape of this rank's share."""
         cut = self.cuts.get(name)
         if cut is None:
             return share

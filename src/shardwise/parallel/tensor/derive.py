@@ -177,7 +177,7 @@ def derive(
 
 
 def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray:
-    """Returns a rank for each class of `order`: those in the same weights are dealt among themselves, in blocks.
+    """Returns a rank for each class of `order`: classes that occur in the same weights are dealt in blocks.
 
     So two tensors that are put side by side (a skip and what it is joined with) are each spread over all ranks.
     """

@@ -75,7 +75,7 @@ class RawReads(TorchFunctionMode):
         )
 
     def _met(self, func: Any, tensors: list[torch.Tensor], met: list[_How], output: Any) -> None:
-        """Note the results of `func` as shares like its arguments. Raises `Uncut` where it is wrong on shares."""
+        """Notes that results of `func` are shares, as its arguments are. Raises `Uncut` where that would be wrong."""
         name, made = getattr(func, "__name__", str(func)), tensors_in(output)
         if name in NAMES or (not made and func not in _SIZES):
             return

@@ -43,8 +43,9 @@ def _drawn() -> tuple:
 
 
 class TrialModule:
-    """Runs a module on tensors without values, but integers of the batch and what is computed from them; experts are
-    chosen equally often. Where its forward reads other values, on real ones."""
+    """Runs a module on tensors without values, or, where its forward reads values, on real tensors.
+
+    Integers of the batch keep their values, as do results of these alone; experts are chosen equally often."""
 
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
         self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
@@ -54,7 +55,7 @@ class TrialModule:
         self.past = False  # a rehearsal on cut positions met parameters that were read past their attributes
 
     def go_on_real(self, error: Exception) -> None:
-        """Run on real values from here on, since the module cannot run without: routing by what it computes, say."""
+        """Runs on real values from here on, as the module cannot without (it routes by what it computes, say)."""
         self.fake, self.needs_real = None, first_line(error)
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +111,7 @@ class TrialModule:
             return axes.result()
 
     def ways(self) -> Iterator[None]:
-        """Yields once; several times, with other draws, where chance or values may decide which way a forward takes."""
+        """Yields once; several times, with other draws, where chance or values may choose a forward's branch."""
         for way in range(WAYS):
             torch.default_generator.manual_seed(way)
             seed_python(way)
@@ -269,7 +270,7 @@ def _rehearsed(
         if stopped is None:
             break
         families = {derived.cuts[name].family for name in stopped.origins if name in derived.cuts}
-        if not families:
+        if not families:  # leaving out no cut would mend it, and the loop would not end
             raise stopped
         blocked |= {name: str(stopped) for name, cut in derived.cuts.items() if cut.family in families}
         derived = derive(labels, elements, ranks, blocked, dealt=dealt)

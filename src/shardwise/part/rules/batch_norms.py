@@ -5,6 +5,8 @@
 
 What this does not do: statistics over cut samples or positions (`parallel.batchnorm`, and Uncut here), or kernels of
 other names than torch's own.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from shardwise.part.tiles.windows import answers, cuts, opened, placed, used
 
 
 def _of_channels(x: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns this rank's channels of a weight or a statistic (C,); None for None."""
+    """Returns this rank's channels of a weight or a statistic (C,), or None where the norm has none."""
     return None if t is None else t.local if is_part(t) else x.share(t, 0).contiguous()
 
 
@@ -76,7 +78,7 @@ def instance_norm(
     weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, use_input_stats: bool = True,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.instance_norm` of a tensor of which any spatial dim may be cut."""
+    """Returns `F.instance_norm` of a tensor of which any spatial dim may be cut."""
     cut_dims = cuts(input, range(2, input.dim()))
     if not cut_dims:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
@@ -96,7 +98,7 @@ def batch_norm_of_tiles(
     weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, training: bool = False,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.batch_norm` of a tensor of which any dim but that of channels may be cut."""
+    """Returns `F.batch_norm` of a tensor of which any dim but that of channels may be cut."""
     cut_dims = cuts(input, (0, *range(2, input.dim())))
     if not cut_dims:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -122,7 +124,7 @@ def _keep(
     running_mean: torch.Tensor | None, running_var: torch.Tensor | None, mean: torch.Tensor, var: torch.Tensor,
     count: int, momentum: float,
 ) -> None:  # fmt: skip
-    """Update running statistics in place, by the same numbers on every rank. The variance is the unbiased one."""
+    """Updates running mean and (unbiased) variance in place, by the same numbers on every rank."""
     if running_mean is None or running_var is None:
         return
     with torch.no_grad():
@@ -133,7 +135,7 @@ def _keep(
 
 @label("native_batch_norm")
 def batch_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of batch norms: each channel has statistics of its own, over samples and positions."""
+    """Labels a batch norm: each channel has statistics of its own, over samples and positions."""
     labels = axes.labels(args[0])
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False

@@ -1,6 +1,8 @@
 """Convolutions, plain and transposed: by samples, channels or whole groups; labels; on tiles with the halo fetched.
 
 On tiles by `deep` or `overlap` (plain ones alone) where these can, else the halo is waited for.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from shardwise.part.tiles.windows import answers, cuts, used, windowed
 
 @rule("convolution")
 def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of x (N, C, ...) * w (O, C/g, ...), cut by samples, output channels, input channels, or whole groups.
+    """Returns x (N, C, ...) * w (O, C/g, ...), cut by samples or output channels (groups), a `Sum` by input channels.
 
     A transposed one has w (C, O, ...), and is cut by output or by input channels.
     """
@@ -57,7 +59,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
-    """Returns x for a depthwise convolution: a whole one (as a pipeline stage is sent it) cut as the weight is."""
+    """Returns x of a depthwise convolution; a whole x (as a pipeline stage receives) is cut as the weight is."""
     if g == 1 or is_part(x) or not is_part(w) or w.dim_cut != 0 or x.shape[1] != g:
         return x
     groups = w.owners.sliced(0, w.shape[0], w.shape[0] // g)
@@ -126,7 +128,7 @@ def _convolution(plain: Callable, dims: int) -> Callable:
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Sizes = 1,
         padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """The convolution of a tensor of which any spatial dim may be cut."""
+        """Returns the convolution of a tensor of which any spatial dim may be cut."""
         first = input.dim() - dims  # counted from the back: a field without a batch dim is convolved too
         cut_dims = cuts(input, range(first, input.dim()))
         if not cut_dims:
@@ -178,7 +180,7 @@ def _transposed(plain: Callable, dims: int) -> Callable:
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Sizes = 1,
         padding: Sizes = 0, output_padding: Sizes = 0, groups: int = 1, dilation: Sizes = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """The transposed convolution of a tensor of which any spatial dim may be cut."""
+        """Returns the transposed convolution of a tensor of which any spatial dim may be cut."""
         first = input.dim() - dims
         cut_dims = cuts(input, range(first, input.dim()))
         if not cut_dims:
@@ -216,7 +218,7 @@ for _dims, _plain, _back in (
 
 @label("convolution")
 def convolution_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of convolutions: channels are summed over as in a product, or one by one where each is its own group."""
+    """Labels a convolution: input channels are summed over as in a product; depthwise, each lies with its output."""
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)

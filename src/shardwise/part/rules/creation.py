@@ -16,14 +16,14 @@ from shardwise.trace.leaves import replaced
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
 def new(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `x.new_zeros(shape)` and the like: a whole plain tensor of the part's dtype, on its device."""
+    """Returns `x.new_zeros(shape)` or the like: a whole plain tensor of the part's dtype, on its device."""
     plain = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     return func(plain, *args[1:], **kwargs)
 
 
 @rule("new_empty_strided")
 def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `x.new_empty_strided(sizes, strides)`: a part where the sizes are x's own, else a plain tensor.
+    """Returns `x.new_empty_strided(sizes, strides)`: a part where the sizes are x's own, else a plain tensor.
 
     Autograd lays a gradient out like its tensor by it, where the two lie in memory in different orders.
     """
@@ -36,7 +36,7 @@ def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
 def like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `zeros_like(x)`: cut as x; plain where `x` may be gathered, since anything may be written into it."""
+    """Returns `zeros_like(x)`, cut as x; plain where `x` may be gathered, since anything may be written into it."""
     part = args[0]
     if not part.may_gather:
         return pointwise(func, args, kwargs)
@@ -54,5 +54,5 @@ for _function in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array_
 
 @rule("_local_scalar_dense", "equal", "is_nonzero")
 def value(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns what Python reads of a tensor, from the whole of it."""
+    """Returns what Python reads of a tensor (`item()`, a truth value), from the whole tensor. Collective."""
     return func(*replaced(Part, gather, args), **kwargs)

@@ -1,6 +1,8 @@
 """Dims in another order, new ones, or gone: transposes, permutations, (un)squeezing, expanding, repeating.
 
 The cut goes where its dim goes; nothing is sent.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _lying(made: Part, part: Part, dims: list[int]) -> Part:
-    """Returns `made`, whose dims are `dims` of `part`, with the memory order of that: a share of one index has none."""
+    """Returns the part `made` with the strides of `part`'s dims `dims`, as a share of one index does not show them."""
     made.whole_strides = tuple(part.whole_strides[d] for d in dims)
     return made
 
 
 @rule("t", "numpy_T")
 def t(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Rule of a matrix's transpose."""
+    """Returns the transpose of a matrix, the cut on its other dim."""
     part = args[0]
     return part.with_local(part.local.t(), 1 - part.dim_cut if part.dim() == 2 else part.dim_cut)
 
@@ -51,7 +53,7 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule(*RESHAPES)
 def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Rule of `transpose_(x, a, b)` and the like: the object itself becomes the part that `transpose` gives.
+    """Returns x, which `transpose_(x, a, b)` or the like has made, as an object, the part that `transpose` gives.
 
     torch's recurrent layers of batch first end so.
     """
@@ -74,7 +76,7 @@ def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("squeeze")
 def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`, by the whole tensor's sizes."""
+    """Returns `squeeze(x)`, `squeeze(x, dim)` or `squeeze(x, dims)`, decided by the whole tensor's sizes."""
     part = args[0]
     asked = range(part.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = sorted({d % part.dim() for d in asked if part.shape[d] == 1}, reverse=True)
@@ -94,7 +96,7 @@ def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("expand", "expand_copy")
 def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
+    """Returns `x.expand(sizes)`: dims of size 1 are repeated, a cut dim keeps its owners."""
     part, sizes = args[0], list(args[1])
     dim = part.dim_cut + len(sizes) - part.dim()
     if sizes[dim] not in (-1, part.owners.size):
@@ -107,7 +109,7 @@ def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("repeat")
 def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Rule of `repeat(x, times)`: the owners of the cut dim are repeated as its indices are."""
+    """Returns `x.repeat(times)`: the owners of the cut dim are repeated as its indices are."""
     part, times = args[0], list(args[1])
     dim = part.dim_cut + len(times) - part.dim()
     owners = tiled(part.owners, times[dim])
@@ -119,7 +121,7 @@ label("transpose", "t", "numpy_T", "permute")(rearranged)
 
 @label("expand", "expand_copy")
 def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of `expand`: repeated elements have the labels of the one."""
+    """Labels `x.expand(sizes)`: repeated elements have the label of the element that they repeat."""
     x = args[0]
     if param_of(x) is not None and x.dim() > 1:
         name, dims_of_param = param_of(x)  # type: ignore[misc]
@@ -134,7 +136,7 @@ def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any)
 
 @label("repeat")
 def repeat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of `repeat`: labels are repeated as the elements are."""
+    """Labels `x.repeat(times)`: labels are repeated as the elements are."""
     x, times = args[0], list(args[1])
     labels = axes.labels(x)
     if labels is not None:

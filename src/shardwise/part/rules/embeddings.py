@@ -1,4 +1,7 @@
-"""Rows of a table (`F.embedding`): cut by rows a sum to which one rank adds each, cut by columns local."""
+"""Rows of a table (`F.embedding`): cut by rows a sum to which one rank adds each, cut by columns local.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+"""
 
 from __future__ import annotations
 
@@ -84,9 +87,7 @@ FUNCTIONS[F.embedding] = rows_of
 
 @rule("embedding_dense_backward")
 def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """The gradient of a table: of one cut by columns, its columns; of a whole one whose rows were read by index on
-    several ranks, a sum.
-    """
+    """Returns a table's gradient (V, H): cut along H as the table is, or a `Sum` where ranks read a whole table."""
     gradient, index = args[:2]
     if is_part(gradient) and gradient.dim_cut == gradient.dim() - 1 and not is_part(index):
         return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
@@ -101,7 +102,7 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
 
 @label("embedding")
 def embedding_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of table lookups: rows may lie on different ranks; the columns' labels go to the result's last dim."""
+    """Labels a look-up in a table: rows may lie on different ranks; columns' labels go to the result's last dim."""
     param = _weight(args[0])
     # an index with labels may be cut as well: a rank would look up its part of the rows alone
     if param is None or getattr(args[1], "_axis_labels", None) is not None:

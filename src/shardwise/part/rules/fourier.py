@@ -28,10 +28,10 @@ from shardwise.part.tiles.windows import answers, cuts, opened, placed
 
 
 def _moving(plain: Callable, usual: Any) -> Callable:
-    """Returns a transform that takes tiles too. `usual`: the dims that it runs over unless told (None: all)."""
+    """Returns `plain`, a transform, made to take tiles too. `usual`: its dims where the call names none (None: all)."""
 
     def transform(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What `plain` gives of a tensor of which any dim may be cut."""
+        """Returns `plain` of a tensor of which any dim may be cut. Collective."""
         every = range(input.dim())
         if not cuts(input, every) or "out" in kwargs:
             return plain(input, *args, **kwargs)
@@ -65,7 +65,7 @@ def _moving(plain: Callable, usual: Any) -> Callable:
 
 
 def _home(field: torch.Tensor, dims: Any, cut: CutDim) -> int | None:
-    """Returns the dim with most indices for each rank to which a cut can be moved; None where there is none."""
+    """Returns the dim, of those that are not transformed, that gives each rank the most indices; None for none."""
     room = {dim: float(n) for dim, n in enumerate(field.shape) if dim not in dims}
     depths = {other.dim: other.axis.depth for other in cuts(field, room)}
     for other in cuts(field, room):  # its indices are shared already

@@ -1,4 +1,7 @@
-"""Fused attention on cut heads (or samples): local. On cut positions: parallel/sequence; written out: products."""
+"""Fused attention on cut heads (or samples): local. On cut positions: parallel/sequence; written out: products.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class _Heads:
         return mine // self.queries_per_key
 
     def local(self, tensor: Any) -> Any:
-        """Returns this rank's share of an input; a mask that is the same for all heads as it is."""
+        """Returns this rank's share of an input; a mask that all heads share is returned unchanged."""
         if is_part(tensor):
             return tensor.local
         # more ranks than key heads: they are whole, and several ranks read the same one
@@ -62,12 +65,13 @@ class _Heads:
         return tensor
 
     def run(self, args: tuple, kwargs: dict) -> tuple:
-        """Returns the kernel's results on this rank's shares; without heads it runs on one of zeros, dropped then."""
+        """Returns the kernel's results on this rank's heads; a rank without any runs a head of zeros, and drops it."""
         local = [self.local(argument) for argument in args]
         named = {name: self.local(argument) for name, argument in kwargs.items()}
         if self.part.local.shape[self.dim]:
             return self.func(*local, **named)
 
+        # kernels take no tensor without heads: a sum over none of them is a head of zeros
         def with_one_head(argument: Any) -> Any:
             empty = isinstance(argument, torch.Tensor) and argument.dim() > 2 and not argument.shape[self.dim]
             return argument.sum(self.dim, keepdim=True) if empty else argument
@@ -79,7 +83,7 @@ class _Heads:
         return tuple(map(without_heads, output))
 
     def output(self, local: Any) -> Any:
-        """Returns a result as a part cut along heads (or samples); one that has no heads as it is."""
+        """Returns a result as a part cut along heads (or samples); a result without heads is returned unchanged."""
         if not isinstance(local, torch.Tensor) or local.dim() < 3:
             return local
         return self.part.with_local(local, self.dim)
@@ -100,7 +104,7 @@ class _Heads:
 
 @rule(*_FORWARD)
 def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Rule: output and log-sum-exp are cut along heads; generator states are the same on all ranks."""
+    """Returns (output, log-sum-exp, ...) of fused attention, cut along heads; generator states are the same on all."""
     names = arguments_of(func, args, kwargs)
     if names.get("dropout_p"):
         raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone: randomness='global' draws "
@@ -112,7 +116,7 @@ def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule(*(f"{name}_backward" for name in _FORWARD))
 def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Rule: gradients of queries, keys and values are cut along heads."""
+    """Returns gradients of queries, keys and values, cut along heads."""
     heads = _Heads(func, args, arguments_of(func, args, kwargs))
     output = heads.run(args, kwargs)
     inputs = (heads.query, heads.key, heads.value)
@@ -127,7 +131,7 @@ def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
       "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
       "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip
 def attention_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of attention: a head lies together, with the keys and values that it reads; heads are independent."""
+    """Labels attention: a head lies on one rank with the keys and values that it reads; heads are independent."""
     heads = []
     for x in args[:3]:
         labels = axes.labels(x)

@@ -2,6 +2,8 @@
 
 By plain indices of the cut dim each entry's owner adds it to a sum; by indices that are cut each rank reads at its own.
 Where tiles name the places of a field that is cut too, every rank gathers it, and the run says what that costs.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from shardwise.part.tiles.windows import answers, cuts
 
 
 def place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (whether this rank owns each index of the cut dim, its place among its own; 0 where it does not)."""
+    """Returns, of given indices of the cut dim, (bool: this rank owns it; int: its place in the share, else 0)."""
     mine = to_device(part.owners.indices(part.axis.index), index.device)
     if not len(mine):
         return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
@@ -43,7 +45,7 @@ def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
 
 @rule("index_select")
 def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `x.index_select(dim, places)`: places may be cut where x is plain, or plain where x is cut."""
+    """Returns `x.index_select(dim, places)`, where x or the places are cut; a `Sum` along x's cut dim."""
     x, dim, places = args
     if is_part(places) and not is_part(x):  # every rank has what is read, and reads it at its own share of the places
         return places.with_local(func(x, dim, places.local), dim % x.dim())
@@ -56,7 +58,7 @@ def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("gather")
 def gather(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `x.gather(dim, index)`, where x or the index is cut, or both are cut alike."""
+    """Returns `x.gather(dim, index)`, where x or the index is cut, or both are cut alike."""
     x, dim, index = args[:3]
     along_dim = dim % x.dim()
     if not is_part(x):
@@ -118,7 +120,7 @@ FUNCTIONS[torch.gather] = FUNCTIONS[torch.Tensor.gather] = entries_of
 
 @rule("index")
 def index(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Rule of `x[i, j, ...]`: local by plain indices of whole dims; masks, cut indices and the cut dim by case."""
+    """Returns `x[i, j, ...]`: on the share by plain indices of whole dims; masks, cut indices have a case each."""
     part, indices = args[0], list(args[1])
     if is_mask(indices):
         return selected(func, args, kwargs)
@@ -238,7 +240,7 @@ def gather_of_tiles(input: torch.Tensor, dim: int, index: torch.Tensor, **option
 
 @label("gather")
 def gather_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of `gather`: done along the one dim that has labels, since an entry is found on its rank."""
+    """Labels `x.gather(dim, index)`: along the one dim with labels, an entry is read on the rank that has it."""
     labels = axes.labels(args[0])
     if labels is None or axes.labels(args[2]) is not None:
         return labels is None

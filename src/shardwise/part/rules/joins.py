@@ -1,4 +1,7 @@
-"""`cat` and `stack`: owners are joined as the indices are; a whole tensor beside cut ones belongs to its neighbour."""
+"""`cat` and `stack`: owners are joined as the indices are; a whole tensor beside cut ones belongs to its neighbour.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bo
 
 @label("cat", "stack")
 def cat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of `cat` and `stack`: labels are joined; beside a tensor without, they may not vary along the dim."""
+    """Labels `cat` and `stack`: labels are joined; beside an unlabelled tensor they may not vary along the dim."""
     # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % output.dim()

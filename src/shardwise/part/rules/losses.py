@@ -2,6 +2,8 @@
 
 nll_loss   cut along classes: one rank has a target's entry      along samples: the sum comes first, then the mean
 ctc_loss   (T, B, C) gathered in forward and again in backward; each rank keeps its positions of the gradient
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from shardwise.trace.elementwise import fit, is_elementwise
 
 
 def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
-    """Raises as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
+    """Raises IndexError, as one process would, for an index outside the range; on a GPU asserts without waiting."""
     if isinstance(index, Distributed) or not has_values(index) or not index.numel():
         return  # of an index that an axis further in cuts too, to read this would take collectives
     wrong = (index < 0) | (index >= size)
@@ -35,7 +37,7 @@ def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None 
 
 
 def _without(dim: int, gone: int) -> int:
-    """Returns a dim's place once dim `gone` is removed."""
+    """Returns dim `dim`'s number once dim `gone` is removed."""
     return dim - (dim > gone)
 
 
@@ -95,6 +97,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns the gradient of the log-probabilities: minus the weight of the target's class at its place, else zero."""
     gradient, x, target, weight, reduction, ignored, total = args
     classes = 0 if x.dim() == 1 else 1
+    # cut along samples: without a reduction the gradient has a number for each target, else it is one number
     if is_part(x) and x.dim_cut != classes:
         local = _beside(x, gradient, classes) if reduction == 0 else gradient
         return x.with_local(func(local, x.local, _beside(x, target, classes), weight, reduction, ignored, total))
@@ -107,7 +110,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     )
     scale = -(gradient * target_weight) / (total if reduction == 1 else 1)
     dx = torch.zeros_like(x.local)
-    if dx.shape[classes]:
+    if dx.shape[classes]:  # a rank without classes has no place to write to
         dx.scatter_add_(classes, place.unsqueeze(classes), (scale * owned).to(dx.dtype).unsqueeze(classes))
     return x.with_local(dx)
 
@@ -136,7 +139,7 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("_ctc_loss", "_pack_padded_sequence")
 def whole_sequences(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Rule: the operation is done on whole tensors, on every rank, where what is cut are positions."""
+    """Returns the operation on gathered tensors, on every rank, where positions are cut; else raises `Uncut`."""
     return func(*on_whole_positions(func, args), **kwargs)
 
 
@@ -150,7 +153,7 @@ def ctc_loss_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @label("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of the loss by class: classes may be cut, since one rank has the target's entry."""
+    """Labels a loss by class: classes may be cut, since one rank has the target's entry."""
     labels = axes.labels(args[0])
     classes = 0 if args[0].dim() == 1 else 1
     return labels is None or all(n == 1 for d, n in enumerate(labels.shape) if d != classes)

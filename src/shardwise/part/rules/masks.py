@@ -50,7 +50,7 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def put(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Rule of `x[mask] = values` (or `+=`): values are one number, whole on every rank, or cut as `x[mask]` is."""
+    """Returns x after `x[mask] = values` (or `+=`): values are one number, whole, or cut as `x[mask]` is."""
     values, rest = args[2], args[3:]
     x, (place, mask) = args[0], _place(args[1])
     mask = _cut_like(mask, x, place)
@@ -134,7 +134,7 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None
 def _of_mine(
     lead: Part, mask: torch.Tensor, cut: int, values: torch.Tensor, dim: int, whole: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
-    """Returns, of values that are whole along `dim`, those of the elements that this rank selects. Collective."""
+    """Returns the slice, along `dim`, of whole values that belongs to the elements this rank selects. Collective."""
     owners = _owners(lead, mask, cut, whole)
     if lead.axis.rehearsal is None or whole is not None:
         return owners.take(values, dim, lead.axis.index)

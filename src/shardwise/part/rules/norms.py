@@ -6,6 +6,8 @@
 
 Two small all-reduces forward over each axis, one backward. Statistics are float32 at least.
 Source: Ioffe and Szegedy (2015); Wu and He, "Group Normalization" (2018).
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def as_weights(x: Any, *weights: Any) -> Any:
 
 
 def _of_rows(x: Any, *weights: Any) -> bool:
-    """Whether a group norm's rows are apart: x (N, C, ...) cut along N, as (B, S, C) is that is seen as (B * S, C)."""
+    """Whether x (N, C, ...) of a group norm is cut along N, as (B, S, C) cut along S becomes, viewed as (B * S, C)."""
     return is_part(x) and x.dim_cut == 0 and not parts_in(weights)
 
 
@@ -225,7 +227,7 @@ def group_norm_of_tiles(
     input: torch.Tensor, num_groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.group_norm` of a tensor of which any spatial dim may be cut."""
+    """Returns `F.group_norm` of a tensor of which any spatial dim may be cut."""
     cut_dims = cuts(input, range(2, input.dim()))
     if not cut_dims:
         return F.group_norm(input, num_groups, weight, bias, eps)
@@ -239,7 +241,7 @@ def layer_norm_of_tiles(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.layer_norm` of a tensor of which any of the dims that it runs over may be cut."""
+    """Returns `F.layer_norm` of a tensor of which any of the normalised dims may be cut."""
     dims = list(range(-len(normalized_shape), 0))
     cut_dims = cuts(input, dims)
     if not cut_dims:
@@ -256,7 +258,7 @@ def layer_norm_of_tiles(
 def rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """`F.rms_norm` of a tensor of which any of the dims that it runs over may be cut."""
+    """Returns `F.rms_norm` of a tensor of which any of the normalised dims may be cut."""
     dims = list(range(-len(normalized_shape), 0))
     if not cuts(input, dims):
         return F.rms_norm(input, list(normalized_shape), weight, eps)
@@ -270,7 +272,7 @@ def rms_norm(
 
 @label("native_layer_norm", "_fused_rms_norm")
 def layer_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of layer norms: statistics run over the last dims; weight and bias are met element by element."""
+    """Labels a layer norm: it runs over the last dims; weight and bias meet x element by element."""
     x, shape = args[0], args[1]
     labels = axes.labels(x)
     last = list(range(x.dim() - len(shape), x.dim()))
@@ -290,7 +292,7 @@ def layer_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: 
 
 @label("native_group_norm")
 def group_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of group norms: channels of a group lie together."""
+    """Labels a group norm: channels of a group lie together."""
     x, w, b, _, channels, _, groups, _ = args
     labels = axes.labels(x)
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):

@@ -1,4 +1,7 @@
-"""Windows as dims: `Tensor.unfold`. `F.unfold` and `F.fold` of tiles: rare. Paddings by a boundary: boundary.py."""
+"""Windows as dims: `Tensor.unfold`. `F.unfold` and `F.fold` of tiles: rare. Paddings by a boundary: boundary.py.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def windows(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("unfold_backward")
 def windows_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the gradient of what was seen as windows: those of each index added up."""
+    """Returns the gradient of x of `x.unfold(...)`: for each index the sum over the windows that show it."""
     part, sizes, *rest = args
     own = [part.local.shape[d] if d == part.dim_cut else n for d, n in enumerate(sizes)]
     return part.with_local(func(part.local, own, *rest))

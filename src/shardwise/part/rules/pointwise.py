@@ -1,6 +1,8 @@
 """Elementwise operations (those that torch tags so, or that are found to be by trying): shares are brought together.
 
 An operation without a rule of its own comes here where each element of its result is made of that element alone.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class _Whole(threading.local):
 
     @contextmanager
     def inside(self, func: Any, shapes: Shapes) -> Iterator[None]:
-        """Context: the operation is answered for axes further in."""
+        """Context: while shares are themselves parts, over axes further in, `shapes` answers with these shapes."""
         before, self.running = self.running, (func, shapes)
         try:
             yield
@@ -114,7 +116,7 @@ class PointwiseCuts:
 
 @rule(*ELEMENTWISE)
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns `func` of the ranks' shares, brought beside each other."""
+    """Returns `func` of parts: shares are moved until all are dealt alike, as the result is. May be collective."""
     tensors = tensors_in((args, kwargs))
     shapes = WHOLE.shapes(func, tensors)
     if _dealt_alike(tensors):
@@ -133,11 +135,15 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
         if not parts_in(tensors):
             # no other input is cut: the result is whole, and no memory of a part
             return replaced(torch.Tensor, lambda whole: Sum.read_only(whole, axis), func(*args, **kwargs))
+    # positions by positions, as a mask of attention: gathering tables sends nothing, since every rank can make them.
+    # An operation that writes may not: its result would be a gathered copy, and not the tensor that was written into
     if not facts(func).writes and _pairs_of_tables(parts_in(tensors)):
         args, kwargs = replaced(Part, lambda part: gathered(part) if is_part(part) else part, (args, kwargs))
         return func(*args, **kwargs)
     agreement = PointwiseCuts(func, tensors, shapes)
     changed = args[0] if facts(func).writes else None
+    # a whole tensor, written into by cut positions, must stay alike on all ranks: each writes all of the gathered ones.
+    # Under an axis of weights that would send what nobody asked for, so `_refuse_changing` raises there
     if changed is not None and not is_part(changed) and agreement.lead.axis.positions:
         return _into_a_whole(func, args, kwargs)
     if changed is not None:
@@ -145,13 +151,14 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     args, kwargs = replaced(torch.Tensor, agreement.local, (args, kwargs))
     with WHOLE.inside(func, shapes):
         output = func(*args, **kwargs)
+    # the share was written into in place; the caller's object is the part around it
     if changed is not None:
         return changed
     return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
 
 
 def _dealt_alike(tensors: list[Any]) -> bool:
-    """Whether all are parts, of one shape and dealt in one way: most operations by far."""
+    """Whether all tensors are parts of one shape, dealt in one way, as in most operations by far."""
     first = tensors[0]
     if not is_part(first):
         return False
@@ -203,7 +210,7 @@ def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
     "_conj", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
 )  # fmt: skip
 def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule: labels that meet in one element lie together; the result has them."""
+    """Labels an elementwise operation: labels that meet in one element lie together; the result has them."""
     tensors = tensors_in((args, kwargs))
     if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
         for result in tensors_in(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype

@@ -2,6 +2,8 @@
 
 On tiles each rank fetches what its outputs read; with indices, back by them (`max_unpool`), means
 of fewer cells at edges (`ceil_mode`, padding that does not count), and several adaptive windows are done whole.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def _slides(
 
 
 def _edges(input: torch.Tensor, windows: list[Sliding], cut_dims: list[CutDim]) -> list[int]:
-    """Returns what `F.pad` adds to the dims that are not cut (or, below zero, cuts off) in the place of padding.
+    """Returns `F.pad`'s list that pads the dims that are not cut in the kernel's place; below 0, indices are cut off.
 
     With it, every window of the local operation lies inside, whatever `ceil_mode` is.
     """
@@ -60,13 +62,13 @@ def _edges(input: torch.Tensor, windows: list[Sliding], cut_dims: list[CutDim]) 
 
 
 def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
-    """Register max pooling over `dims` dims, with indices and without."""
+    """Registers max pooling of tiles over `dims` spatial dims, with indices and without."""
 
     def max_pool(
         input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
         ceil_mode: bool = False, return_indices: bool = False,
     ):  # fmt: skip
-        """The largest of each window of a tensor of which any spatial dim may be cut."""
+        """Returns the largest of each window of a tensor of which any spatial dim may be cut."""
         cut_dims = cuts(input, range(-dims, 0))
         if not cut_dims:
             return plain(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
@@ -89,13 +91,13 @@ def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
 
 
 def _avg_pool(plain: Callable, dims: int) -> Callable:
-    """Register average pooling over `dims` dims."""
+    """Registers average pooling of tiles over `dims` spatial dims."""
 
     def avg_pool(
         input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The mean of each window of a tensor of which any spatial dim may be cut."""
+        """Returns the mean of each window of a tensor of which any spatial dim may be cut."""
         cut_dims = cuts(input, range(-dims, 0))
         more = () if dims == 1 else (divisor_override,)  # `avg_pool1d` has no such argument
         if not cut_dims:
@@ -126,10 +128,10 @@ for _dims, _max, _with_places, _avg in (
 
 
 def _adaptive_avg(plain: Callable, dims: int) -> None:
-    """Register adaptive average pooling over `dims` dims: to one cell a mean over ranks, else done whole."""
+    """Registers adaptive average pooling over `dims` dims: to one cell a mean over ranks, else on gathered tiles."""
 
     def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
-        """Means over windows that divide each spatial dim, of which any may be cut."""
+        """Returns means over windows that divide each spatial dim, of which any may be cut."""
         if not cuts(input, range(-dims, 0)):
             return plain(input, output_size)
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
@@ -160,5 +162,5 @@ for _dims in (1, 2, 3):
 @label("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
       "upsample_nearest1d", "max_pool3d_with_indices", "avg_pool3d", "reflection_pad2d")  # fmt: skip
 def spatial_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of operations over space: applies only where the input has no labels, else the input stays whole."""
+    """Returns whether the input has no labels; an input with labels is to stay whole, since none are given on."""
     return axes.labels(args[0]) is None

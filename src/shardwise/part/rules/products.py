@@ -2,6 +2,8 @@
 
 Labels: an activation's meet those of a weight's inner dim, the result has those of its outer dim. Convolutions have a
 file of their own.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
 
 
 def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two parts as they can be multiplied: a soft one that is cut along another dim is gathered."""
+    """Returns two factors whose cuts fit: where they did not, a factor that may be gathered is. Else raises `Uncut`."""
     same_batch = a.dim_cut == b.dim_cut < batch
     contracted = a.dim_cut == batch + 1 and b.dim_cut == batch
     if (same_batch or contracted) and (a.beside(b) or (a.axis.positions and a.axis is b.axis)):
@@ -67,13 +69,13 @@ def mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("bmm")
 def bmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of batched products, (b, m, k) @ (b, k, n)."""
+    """Returns the batched product (b, m, k) @ (b, k, n), local where b, m or n is cut, a `Sum` where k is."""
     return _product(func, args[0], args[1], 1)
 
 
 @rule("mv", "dot")
 def vectors(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of products with vectors: done as with matrices of one column."""
+    """Returns the product with a vector (`mv`, `dot`), computed as with a matrix of one column."""
     a, b = args
     if func._schema.name == "aten::dot":
         return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).view(())
@@ -82,7 +84,7 @@ def vectors(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("_grouped_mm")
 def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of groups of rows times their matrices: (T, K) @ (G, K, N) by offsets, or (K, T) @ (T, N) -> (G, K, N)."""
+    """Returns groups of rows times their matrices, by offsets: (T, K) @ (G, K, N), or (K, T) @ (T, N) -> (G, K, N)."""
     a, b, *rest = args
     lead = parts_in([a, b])[0]
     k_a, k_b = a.dim() - 1, b.dim() - 2
@@ -110,7 +112,7 @@ def _packed(matrix: torch.Tensor) -> torch.Tensor:
 
 @rule("addmm", "baddbmm", "addmm_", "baddbmm_", "addbmm")
 def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of beta * c + alpha * a @ b, in place too; a bias is added after the sum over ranks, once."""
+    """Returns beta * c + alpha * a @ b, in place too; a bias is added once, after the sum over ranks."""
     if func._schema.name == "aten::addbmm":
         raise Uncut(no_rule(func, parts_in(args)))
     c, a, b = args[:3]
@@ -138,7 +140,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _product_labels(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> bool:
-    """Labels a (..., m, k) @ b (..., k, n); returns whether it could."""
+    """Labels a (..., m, k) @ b (..., k, n); returns False where the inputs have to stay whole."""
     pa, pb = _weight(a), _weight(b)
     if pa is not None and pb is None:
         return _weighted(axes, b, a, output, k_of_x=-2, k_of_w=-1)
@@ -207,13 +209,13 @@ def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: 
 
 @label("mm", "bmm")
 def mm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of matrix products: of one by a weight, the labels of the activation meet those of its inner dim."""
+    """Labels a matrix product: the activation's labels lie with those of the weight's inner dim."""
     return _product_labels(axes, args[0], args[1], output)
 
 
 @label("addmm", "baddbmm")
 def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of a product with a bias, whose labels are united with the product's."""
+    """Labels a product with a bias: the bias's labels lie with those of the product's last dim."""
     done = _product_labels(axes, args[1], args[2], output)
     bias, product = axes.labels(args[0]), getattr(output, "_axis_labels", None)
     if bias is not None and product is not None:
@@ -225,7 +227,7 @@ def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) 
 
 @label("_grouped_mm")
 def grouped_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of grouped products, rows by the matrix of their group: x (T, K) @ w (G, K, N)."""
+    """Labels a grouped product of rows by the matrix of their group: x (T, K) @ w (G, K, N)."""
     x, w = args[:2]
     if _weight(w) is None or w.dim() != 3 or x.dim() != 2:
         return False

@@ -77,7 +77,7 @@ def draws_of_one_process() -> Iterator[None]:
 
 @contextmanager
 def _own_draws(part: Part) -> Iterator[None]:
-    """Context: generators are seeded for this rank of the part's axis, from a draw that is equal on all of them."""
+    """Context: torch's generators are seeded for this rank, from one number that all ranks of the axis have drawn."""
     if part.axis.rehearsal is not None:
         yield
         return

@@ -45,7 +45,7 @@ _isin_apart = FUNCTIONS[torch.isin]
 
 @answers(torch.isin, cut_once=False)
 def isin(elements: Any, test_elements: Any, **options: Any) -> Any:
-    """Asks of each element by itself whether it is among all of the others, also those that other ranks hold."""
+    """Returns `torch.isin(x, test)`: whether each element of x is in `test`, gathered where ranks hold shares of it."""
     return _isin_apart(elements, plain(test_elements), **options)
 
 

@@ -19,7 +19,7 @@ _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _in_operations(name: str) -> Any:
-    """Returns the function that runs such layers as torch decomposes them; arguments as `torch._VF` is given them."""
+    """Returns a function that runs a recurrent layer by torch's decomposition; arguments as of `torch._VF.lstm` etc."""
     own, packet = getattr(torch, name), getattr(torch.ops.aten, name)
 
     def run(*args: Any) -> Any:

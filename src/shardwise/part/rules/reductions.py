@@ -1,4 +1,7 @@
-"""Reductions: of a rank's own where the cut dim stays; over the cut dim by small collectives (`REDUCTIONS`)."""
+"""Reductions: of a rank's own where the cut dim stays; over the cut dim by small collectives (`REDUCTIONS`).
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.
 
 
 def of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) -> torch.Tensor:
-    """Returns what a rank without indices gives to a reduction over `dims`, cut further in as others' results are."""
+    """Returns the neutral result that a rank without indices gives to a reduction over `dims`, cut as others' are."""
     return torch.full_like(x.sum(dims, keepdim), value, dtype=x.dtype)
 
 
@@ -186,7 +189,7 @@ _SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "
 
 @label(*REDUCTIONS)
 def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a reduction: what it runs over lies together; in the loss it may be summed over ranks."""
+    """Labels a reduction: indices that it runs over lie on one rank, or, in the loss, are summed over ranks."""
     x, arguments, by_dims = args[0], arguments_of(func, args, kwargs), DimwiseRule(named)
     if "other" in arguments:  # max or min of two tensors, element by element
         return False
@@ -204,7 +207,7 @@ def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: A
 
 
 def _of_weight(axes: Axes, x: torch.Tensor, dims: set[int], output: Any) -> bool:
-    """Labels a statistic of a weight (the norm of its rows, say): it is cut along the dims that are left."""
+    """Labels a weight's statistic (the norm of its rows, say) by its remaining dims; returns False for no weight's."""
     param = param_of(x)
     if param is None or sum(n > 1 for n in x.shape) < 2:
         return False

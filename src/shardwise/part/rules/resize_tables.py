@@ -22,7 +22,7 @@ from shardwise.part.tiles.windows import fetched, opened
 
 @dataclass(frozen=True)
 class Table:
-    """What each output along one dim reads: `n` inputs to `size` outputs.
+    """The inputs that each output along one dim reads: `n` inputs, `size` outputs.
 
     linear  of two inputs, else of the nearest one
     align   corners are aligned
@@ -45,7 +45,7 @@ class Table:
 
     @property
     def one_way(self) -> bool:
-        """Returns whether torch's backward reads the places that its forward does, rounded in ways of their own."""
+        """Whether backward's kernel adds to the inputs that forward's reads; for "nearest" each rounds in its way."""
         return self.linear or not self.on_cpu or bool((_ahead(self) == _behind(self)).all())
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Table:
         return (sources[outputs].min(1) + sources[outputs].max(1)) // 2
 
     def first(self, low: int) -> int:
-        """Unused: the local operation gives a rank's outputs alone."""
+        """Returns 0, which is not read: the local operation gives a rank's outputs alone."""
         return 0
 
 
@@ -91,7 +91,7 @@ def _ratio(table: Table, kind: Any) -> Any:
 
 
 def _behind(table: Table) -> np.ndarray:
-    """Returns the nearest input of each output, as the backward kernel has it, and on accelerators the forward one.
+    """Returns (size,) the nearest input of each output, as backward (on accelerators forward too) rounds it.
 
     It computes in float32, and has a way of its own for equal and doubled sizes.
     """
@@ -103,7 +103,7 @@ def _behind(table: Table) -> np.ndarray:
 
 
 def _ahead(table: Table) -> np.ndarray:
-    """Returns the nearest input of each output, as the forward kernel of a CPU has it."""
+    """Returns (size,) the nearest input of each output, rounded as a CPU's forward kernel does."""
     kind: Any = np.float64 if table.double else np.float32
     outputs: Any = np.arange(table.size)
     source = (np.float64(_ratio(table, kind)) * outputs).astype(kind)

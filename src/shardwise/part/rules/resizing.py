@@ -81,7 +81,7 @@ def _along_each(input: torch.Tensor, cut_dims: list[CutDim], tables: list[Table]
 
 @answers(F.pixel_shuffle)
 def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
-    """Returns channels as (r, r) blocks of the last two dims: each rank's own."""
+    """Returns `F.pixel_shuffle(x, r)`: channels become (r, r) blocks of the last two dims, on each tile by itself."""
     cut_dims, r = cuts(input, (-2, -1)), upscale_factor
     if not cut_dims:
         return F.pixel_shuffle(input, r)
@@ -96,7 +96,7 @@ def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
 
 @answers(F.pixel_unshuffle)
 def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> torch.Tensor:
-    """Returns (r, r) blocks of the last two dims as channels; what a tile lacks of its blocks is fetched."""
+    """Returns `F.pixel_unshuffle(x, r)`: (r, r) blocks become channels; rows of a block on other ranks are fetched."""
     cut_dims, r = cuts(input, (-2, -1)), downscale_factor
     if not cut_dims:
         return F.pixel_unshuffle(input, r)
@@ -115,5 +115,5 @@ apart(F.pixel_unshuffle, in_front(3))
 
 @answers(F.channel_shuffle, cut_once=False)
 def channel_shuffle(input: torch.Tensor, groups: int) -> torch.Tensor:
-    """Shuffle channels: one of each group in turn, of a tensor of which any dim may be cut."""
+    """Returns `F.channel_shuffle(x, groups)`: channels taken from each group in turn, of a tensor cut along any dim."""
     return input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)

@@ -78,5 +78,5 @@ whole_without_rule(*_OTHERS)  # above autograd, whose backward of a product is a
 
 @rule("cumsum_", "cumprod_")
 def scan_in_place(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns x, into which its scan is written."""
+    """Returns x after an in-place scan (`cumsum_`)."""
     return args[0].copy_(facts(func).apart(*args, **kwargs))

@@ -22,7 +22,7 @@ from shardwise.part.tiles.windows import answers
 
 @rule("scatter_add", "scatter_add_", "scatter", "scatter_", "scatter_reduce")
 def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is.
+    """Returns `x.scatter(dim, index, values)` along a dim that is not cut; index and values are cut as x is.
 
     `scatter_add` along the cut dim: each rank adds what falls on its own indices, or what it has of what is added.
     """
@@ -76,7 +76,7 @@ def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `x[i, j, ...] = values`, or `+=`; autograd uses it for the gradient of `x[i, j, ...]`."""
+    """Returns x after `x[i, j, ...] = values`, or `+=`; autograd uses it for the gradient of `x[i, j, ...]`."""
     x, indices, values, *rest = args
     if is_mask(indices):
         return put(func, args, kwargs)
@@ -152,7 +152,7 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
 
 @rule("index_add", "index_add_")
 def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `x.index_add(dim, index, source)`: along the source's cut dim a sum over ranks, along others local.
+    """Returns `x.index_add(dim, index, source)`: a `Sum` along the source's cut dim, on shares along others.
 
     Where every rank has all rows that are added, each keeps those of its own indices of x.
     """
@@ -162,12 +162,14 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         raise Uncut(no_rule(func, parts_in(args)))
     if not is_part(source) and is_part(index):
         raise Uncut(no_rule(func, parts_in(args)))
+    # along x's cut dim rows belong to any rank: each adds all of them to zeros, and keeps its own indices
     if not is_part(source) and dim == x.dim_cut:
         added = func(torch.zeros(x.shape, dtype=x.dtype, device=x.device), dim, index, source, **kwargs)
         return x + x.with_local(x.share(added, dim))
     if not is_part(source):
         return x.with_local(func(x.local, dim, index, x.share(source, x.dim_cut), **kwargs))
     cut = source.dim_cut
+    # each rank has some of the rows, and x is whole: the rows' sum over ranks is added to x, once
     if dim == cut and not is_part(x):
         mine = index.local if is_part(index) else source.share(index, 0)
         return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)
@@ -178,10 +180,10 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _into(plain: Callable) -> Callable:
-    """Returns what does a method in place (`scatter_`), given the function that gives a new tensor (`scatter`)."""
+    """Returns the in-place rule (`scatter_`) made of `plain`, the rule that gives a new tensor (`scatter`)."""
 
     def answer(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The target, which holds what `plain` gives of it."""
+        """Returns the target, into which the result of `plain` was copied."""
         result = plain(target.clone(), *args, **kwargs)  # which a gradient may read when the target was written over
         if isinstance(result, Sum):  # the target is to hold the sum over ranks, not this rank's summand
             result = result.settled()

@@ -2,6 +2,8 @@
 
 What a rank keeps of a cut dim is what it owns of the slice; nothing is sent. One index of a dim that is cut over
 positions is a sum to which its owner alone adds.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SLICES = 1 << 16  # that are remembered; the oldest are forgotten
 
 @rule("slice")
 def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Rule of `slice(x, dim, start, end, step)`: each rank keeps its own of the indices."""
+    """Returns `x[start:end:step]` along a dim: each rank keeps those of its own indices."""
     part, dim, start, end, step = _slice_arguments(*args, **kwargs)
     if dim != part.dim_cut:
         return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
@@ -86,7 +88,7 @@ def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: 
 
 @rule("slice_backward")
 def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the gradient of what was sliced: that of the slice in its place, and zero elsewhere."""
+    """Returns the gradient of a slice's source: the slice's gradient in its place, and zero elsewhere."""
     part, sizes, dim, start, end, step = args
     dim %= len(sizes)
     local_sizes = list(sizes)
@@ -114,7 +116,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("select")
 def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule of `select(x, dim, index)`; along a cut dim of positions, a sum to which the owner alone adds."""
+    """Returns `x.select(dim, index)`; along a cut dim of positions a `Sum`, to which the owner alone adds."""
     part, dim, index = args
     dim %= part.dim()
     if dim == part.dim_cut and part.axis.positions:
@@ -150,7 +152,7 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
 
 @rule("select_backward")
 def select_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the gradient of what one index was selected from: zero at the other indices."""
+    """Returns the gradient of `select`'s source: the gradient at the selected index, zero at others."""
     part, sizes, dim, index = args
     dim %= len(sizes)
     cut = part.dim_cut + (dim <= part.dim_cut)
@@ -209,7 +211,7 @@ label("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_s
 
 @label("select", "unbind")
 def select_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels one index of a dim, or each: what varies along that dim alone is kept whole."""
+    """Labels `select` and `unbind`: labels that vary along the selected dim alone are kept whole on all ranks."""
     x = args[0]
     labels = None if param_of(x) is not None and x.dim() > 1 else axes.labels(x)
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()

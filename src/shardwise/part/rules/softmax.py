@@ -1,4 +1,7 @@
-"""Softmax, by two small all-reduces along the cut dim, and gated units (`glu`), whose halves are dealt alike."""
+"""Softmax, by two small all-reduces along the cut dim, and gated units (`glu`), whose halves are dealt alike.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def _reusing(own: torch.Tensor, name: str, *args: torch.Tensor) -> torch.Tensor:
-    """Returns the operation's result in the memory of `own`, a temporary; anew where `own` is cut once more."""
+    """Returns `own.NAME(*args)`, written over `own`, a temporary; in new memory where `own` is itself a part."""
     return getattr(own, name if isinstance(own, Distributed) else f"{name}_")(*args)
 
 
@@ -101,7 +104,7 @@ def _half(func: Any, x: Part, dim: int) -> Owners | None:
 
 @label("_softmax", "_log_softmax", "_safe_softmax")
 def softmax_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of softmax: classes of a loss may be cut, since two small reductions over ranks do the rest.
+    """Labels a softmax: classes of a loss may be cut, since two small reductions over ranks do the rest.
 
     A softmax inside the model that is no loss (routing, attention over labelled keys) keeps what it runs over together.
     """
@@ -117,7 +120,7 @@ def softmax_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any
 
 @label("glu")
 def glu_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of `glu`: each index lies together with the one of the other half that gates it."""
+    """Labels `glu`: each index lies together with the index of the other half that gates it."""
     labels = axes.labels(args[0])
     if labels is not None:
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % args[0].dim()

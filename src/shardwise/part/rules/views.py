@@ -2,6 +2,8 @@
 
 Where a cut dim's shares are no whole dims of the view, positions are dealt anew; other cuts are `Uncut`. Transposes and
 the like: dims.
+
+Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def _cut_after(part: Part, shape: tuple[int, ...], whole: WholeView) -> tuple[in
 
 
 def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
-    """Returns the part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
+    """Returns the part dealt so that every rank has indices, for a view that joins dims cut by two axes. Collective.
 
     A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks,
     or both axes cut one dim that the view rearranges: what a rank has of it is then no whole dims.
@@ -97,7 +99,7 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
 
 
 def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
-    """Returns the part dealt such that each index of a view's cut dim lies on one rank as a whole. Collective.
+    """Returns the part re-dealt so that each index of the view's cut dim lies whole on one rank. Collective.
 
     None where there is one group alone. Called while an `Uncut` is handled, which stands where the cut is not of
     positions.
@@ -116,7 +118,7 @@ def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
 
 
 def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | None:
-    """Returns rows seen as rows of another length, as relative scores (S, S + 1) to (S + 1, S). Collective.
+    """Returns a view whose rows have another length (relative scores (S, S + 1) to (S + 1, S)). Collective.
 
     A rank's new rows lie in its old ones but for the first and the last, which it fetches. None where the cut dim is
     not the outermost of those that the view rearranges, or other axes cut them too.
@@ -145,7 +147,7 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
 
 @rule("view_as_real", "view_as_complex", "_conj", "resolve_conj", "_neg_view", "resolve_neg", "_conj_physical")
 def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Rule of complex numbers as pairs in a last dim, and back; conjugates are written out, to be sent as memory."""
+    """Returns `view_as_real` or `view_as_complex` of a part; conjugates are written out, so that memory can be sent."""
     part = args[0]
     local = part.local
     if func._schema.name == "aten::view_as_complex":
@@ -157,7 +159,7 @@ def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("as_strided")
 def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Rule, in backward alone, of the gradient of a whole tensor into which parts were written."""
+    """Returns `x.as_strided(...)`: as slices where the strides say so, else, in backward alone, of the gathered x."""
     part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
     # strides that amount to slices and single indices, which have rules of their own
     if (found := _indices_of(part, sizes, strides, offset or 0)) is not None:
@@ -235,7 +237,7 @@ def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...])
     "view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "squeeze", "unsqueeze", "squeeze_", "unsqueeze_"
 )
 def view_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of views: labels are regrouped as the shapes are, since elements keep their order."""
+    """Labels a view: labels are regrouped as the shapes are, since elements keep their order."""
     x = args[0]
     if param_of(x) is not None:
         kept = _param_view(axes, x, output)
@@ -272,7 +274,7 @@ def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
 
 @label("view_as_complex")
 def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of pairs as complex numbers: both parts of one lie on one rank."""
+    """Labels `view_as_complex(x)`: real and imaginary part of a number lie on one rank."""
     x = args[0]
     if (param := param_of(x)) is not None:
         name, dims = param
@@ -289,7 +291,7 @@ def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, out
 
 @label("view_as_real")
 def view_as_real_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Rule of complex numbers as pairs: a dim more, without labels."""
+    """Labels `view_as_real(x)`: as x, with a last dim more that is not labelled."""
     x = args[0]
     if (param := param_of(x)) is not None:
         output._axes_of = (param[0], (*param[1], None))

@@ -34,7 +34,7 @@ _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @answers(torch.Tensor.__setitem__, cut_once=False)
 def write(target: torch.Tensor, index: Any, value: Any) -> None:
-    """Write `target[index] = value`, where one of them is cut. A free whole target becomes a tile."""
+    """Writes `target[index] = value`, either of them cut. A whole target that nobody else refers to becomes a tile."""
     cut_dims = cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else []
     if isinstance(target, Distributed) or not cut_dims:
         # the target is cut itself, or the index alone is: a rule for parts does it
@@ -125,7 +125,7 @@ def _become(target: torch.Tensor, cut_dims: list[CutDim]) -> None:
 
 
 def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor | None:
-    """Returns what is written as a tensor of the region's shape and cuts; None where it cannot be brought there."""
+    """Returns the value with the shape and the cuts of the region it is written to; None where that cannot be."""
     if isinstance(value, torch.Tensor):
         for _ in range(region.dim() - len(single) - value.dim()):
             value = value.unsqueeze(0)
@@ -140,7 +140,7 @@ def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor
 
 
 def _local(slices: Slices, cut_dims: list[CutDim]) -> Slices:
-    """Returns the slices among this rank's own indices."""
+    """Returns the slices in places of this rank's share."""
     own_slices = list(slices)
     for cut in cut_dims:
         start, stop, step = slices[cut.dim].start, slices[cut.dim].stop, slices[cut.dim].step or 1

@@ -109,7 +109,7 @@ def deepened(
 
 
 def _all_or_none(ranges: list[Ranges | None]) -> list[Ranges] | None:
-    """Returns the ranges; None where one is missing."""
+    """Returns the ranges of all ranks; None where any rank has none."""
     there = [by_rank for by_rank in ranges if by_rank is not None]
     return there if len(there) == len(ranges) else None
 
@@ -149,7 +149,7 @@ def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
 
 
 def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.Tensor:
-    """Returns what this rank's outputs read, out of the margin's window, with zeros beyond the field's edges.
+    """Returns the inputs of this rank's outputs, cut out of the margin's window; zeros beyond the field's edges.
 
     ranges  by cut dim: of each rank, its outputs (start, stop)
     """
@@ -189,7 +189,7 @@ def _cut_out(window: torch.Tensor, cut_dims: list[CutDim], ranges: list[Ranges],
 
 
 class _NotAlone(Exception):
-    """An operation treats elements together, draws or writes."""
+    """Raised before an operation that treats elements together, draws or writes."""
 
 
 class _ElementsAlone(TorchDispatchMode):
@@ -282,7 +282,7 @@ def _common(ranges: tuple[Ranges, ...]) -> Ranges:
 
 
 def _narrowed(margin: Margin, ranges: list[Ranges]) -> torch.Tensor:
-    """Returns of a margin's window what lies in this rank's ranges, which it has."""
+    """Returns the slice of a margin's window that holds this rank's `ranges`."""
     window = margin.window
     for cut, have, wanted in zip(margin.cut_dims, margin.ranges, ranges, strict=True):
         (start, _), (low, high) = have[cut.axis.index], wanted[cut.axis.index]

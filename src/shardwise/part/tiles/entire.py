@@ -43,11 +43,11 @@ def dealt_again(result: torch.Tensor, cut: CutDim) -> Owners:
 
 
 def of_all(plain: Callable) -> Callable:
-    """Returns what runs `plain` on gathered tensors, on every rank; results of as many dims are cut again."""
+    """Returns a function that runs `plain` on gathered tensors, on every rank; cuts results of as many dims again."""
 
     @wraps(plain)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        """What `plain` gives of tensors of which any dim may be cut."""
+        """Returns `plain` of tensors of which any dim may be cut. Collective."""
         parts = tensors_in((args, kwargs), Part)
         args, kwargs = replaced(Part, partial(_whole, plain.__name__), (args, kwargs))
         result = plain(*args, **kwargs)
@@ -119,7 +119,7 @@ def whole_without_rule(*names: str) -> None:
 
 
 def apart(function: Callable, lead: Callable[[torch.Tensor], int]) -> None:
-    """Register `function`, run on this rank's own indices of the first `lead(input)` dims, which it keeps apart."""
+    """Registers `function` on tiles: it runs on each rank's own indices of the first `lead(input)` dims."""
     answer = FUNCTIONS.get(function, function)  # read before it is replaced below: it answers cuts of the other dims
 
     def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

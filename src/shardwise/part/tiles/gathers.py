@@ -60,7 +60,7 @@ GATHERS.append(_noted)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one process has it, on every rank: a field that is cut into tiles is gathered. Differentiable.
+    """Returns the tensor as one process has it, on every rank: tiles are gathered. Differentiable. Collective.
 
     For operations that mix positions and have no rule (`torch.linalg.svdvals(whole(x))`). Each rank receives the
     others' tiles and holds all of it, which a run tells before its first step. Without tiles, and in one process, the

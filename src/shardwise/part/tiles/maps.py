@@ -97,7 +97,7 @@ class Spreading(Sliding):
 
 @dataclass(frozen=True)
 class Reads:
-    """What ranks do for one operation along one dim.
+    """The exchange of one operation along one dim.
 
     owners   of the outputs
     wanted   of each rank: the inputs that it fetches

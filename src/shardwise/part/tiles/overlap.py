@@ -111,7 +111,7 @@ class _Call:
 
     @property
     def padding(self) -> int | None:
-        """Returns what the kernel may pad by itself along the dim; None where the sides differ."""
+        """Returns the padding along the dim that the kernel can do by itself; None where the two sides differ."""
         side = self.here
         fits = (side.own + 2 * side.front - self.kernel) // self.stride + 1 == side.outputs
         return side.front if fits and side.own + 2 * side.front >= self.kernel else None
@@ -298,7 +298,7 @@ def overlapped(
 def _worth(
     input: torch.Tensor, weight: torch.Tensor, how: Convolution, by_rank: Sequence[Sides], cut_dims: Sequence[CutDim]
 ) -> bool:  # fmt: skip
-    """Returns whether an exchange is to be beside the convolution: by what is the same on all ranks."""
+    """Returns whether the exchange should overlap the convolution, judged by sizes that are the same on all ranks."""
     # of the largest border and the mean tile: a rank's own would send ranks to different collectives
     axis, tiles = cut_dims[-1].axis, math.prod(cut.axis.size for cut in cut_dims)
     most = max((side.leading + side.trailing) / side.outputs for side in by_rank)

@@ -66,7 +66,7 @@ def _fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> 
 
 
 def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
-    """Returns what this rank wants of the tensor, no more cut over the axis. Differentiable. Collective."""
+    """Returns the indices of the tensor that this rank wants, not cut over the axis. Differentiable. Collective."""
     there = partial(_fetched, cut=cut, wanted=wanted, fill=fill)
     return linear(tensor, there, partial(given_back, cut=cut, wanted=wanted))
 
@@ -193,7 +193,7 @@ def windowed(
     *,
     views: bool = False,
 ) -> Any:
-    """Returns the result of which `operation`, on what this rank's outputs read, gives this rank's tile. Collective.
+    """Returns the cut result of `operation`, which is run on the inputs that this rank's outputs read. Collective.
 
     along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
     operation  the local one, which pads nothing along these dims; what it gives (a tensor, or several of one shape)

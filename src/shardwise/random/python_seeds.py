@@ -1,0 +1,32 @@
+"""Python's and numpy's generators in a step: seeded alike on all ranks, put back afterwards. In reading: reading_seeds.
+
+What this does not do: give each sample draws of its own, as modes do for torch's operations.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def seed_python(seed: int) -> None:
+    """Seeds Python's and numpy's generators, alike on all ranks: what they draw cannot be dealt over samples."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextmanager
+def python_restored() -> Iterator[None]:
+    """Context: Python's and numpy's generators are afterwards as they were before."""
+    kept = random.getstate()
+    numpy = sys.modules.get("numpy")
+    kept_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(kept)
+        if numpy is not None:
+            numpy.random.set_state(kept_numpy)
