@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from shardwise.cli.waiting import OBJECTS
 from shardwise.ranks import RankPool, process
 
 # one torch thread in every process that tests start, as in the pool's ranks: of a launched rank of its own, threads
 # that wait for each other, spinning, took ten times the CPU time of its tiny operations
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# as commands do (cli/waiting): else a sixth of the time of imports goes into looking for garbage among them
+gc.set_threshold(OBJECTS)
 
 # tests start some hundred processes, and each would compile every module again that it imports
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

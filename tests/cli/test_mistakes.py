@@ -178,7 +178,7 @@ SCRIPTS = {
     ),
     "no main guard": (
         "from shardwise.ranks import launch\ndef main(): ...\nlaunch(main, 2)\n",
-        'put what it runs under `if __name__ == "__main__":`',
+        'importing it starts ranks: put what it runs under `if __name__ == "__main__":`',
     ),
 }
 

@@ -30,6 +30,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import software
 from shardwise.models import tasks
+from shardwise.models.decoder import Decoder
 from shardwise.models.mlp import MLP, MLPConfig
 from shardwise.ranks import RankPool
 
@@ -62,7 +63,7 @@ def sequences(step: int) -> dict[str, Tensor]:
 
 
 def plain_decoder() -> Task:
-    return tasks.decoder().with_(batch=sequences)
+    return tasks.decoder().with_(model=partial(Decoder, replace(tasks.TINY_DECODER, layers=2)), batch=sequences)
 
 
 MODELS = {"mlp": wide_mlp, "decoder": plain_decoder}

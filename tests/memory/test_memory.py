@@ -31,7 +31,7 @@ from shardwise.models.mlp import MLP, MLPConfig
 from shardwise.ranks import RankPool
 
 WIDE = MLPConfig(features=12, hidden=64, layers=8, outputs=tasks.CLASSES)
-CONFIG = DecoderConfig(vocab=tasks.VOCAB, hidden=32, layers=4, heads=4, kv_heads=2, intermediate=48, context=16)
+CONFIG = DecoderConfig(vocab=tasks.VOCAB, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, context=16)
 PLANS = {
     2: ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3"],
     4: ["dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",

@@ -310,7 +310,7 @@ TO_FP32 = 0.02  # of the loss: bf16 has 8 bits of mantissa, a relative rounding 
 AMONG_STAGES = 0.004
 
 
-@pytest.mark.parametrize("name", ["decoder", "unet_group"])
+@pytest.mark.parametrize("name", ["decoder_tied", "unet_group"])
 def test_bf16_stays_near_fp32_and_stages_nearer_to_each_other(name: str, pool: RankPool) -> None:
     plans = STAGES + [f"{plan},precision=bf16" for plan in STAGES]
     curves = torch.tensor(pool.run(loss_curves, 2, name, plans, 5)[0], dtype=torch.float64)

@@ -383,12 +383,8 @@ def test_launch_passes_own_errors() -> None:
         launch(refuse, 1)
 
 
-def test_script_without_guard_is_told_so(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text("from shardwise.ranks import launch\nlaunch(print, 1)\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert "importing it starts ranks" in done.stderr
-    assert 'put what it runs under `if __name__ == "__main__":`' in done.stderr
+def test_a_function_that_was_typed_is_told_so() -> None:
+    """Of a script without a guard `tests/cli/test_mistakes.py`."""
     typed = "from shardwise.ranks import launch\ndef mine(): pass\nlaunch(mine, 1)\n"
     done = subprocess.run([sys.executable, "-c", typed], capture_output=True, text=True, timeout=60)
     assert "`mine` is defined in an interactive session" in done.stderr

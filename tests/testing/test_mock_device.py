@@ -97,7 +97,7 @@ CASES = [
     ("unet_batchnorm", "dp_replicate=2", ROW, {}),
     ("mlp_frozen_unused", "dp_shard=2,zero=1", ROW, {}),
     ("mlp", "dp_shard=2,zero=2,accumulate=2", ROW, {}),
-    ("decoder", "dp_shard=2,zero=3,remat=full", ROW, {}),
+    ("decoder_tied", "dp_shard=2,zero=3,remat=full", ROW, {}),
     ("gpt2", "tp=2", ROW, {}),
     ("decoder", "tp=2,sp=true", ROW, {}),
     ("decoder", "tp=2,tp_overlap=true", ROW, {}),
@@ -278,7 +278,7 @@ def copies_and_waits(name: str, plan: str) -> Found:
 
 
 def test_a_copy_that_waits_is_counted(mocks: RankPool) -> None:
-    *_, others, _ = mocks.run(copies_and_waits, 2, named("decoder"), "tp=2,sp=true", timeout_s=180)[0]
+    *_, others, _ = mocks.run(copies_and_waits, 2, named("decoder_tied"), "tp=2,sp=true", timeout_s=180)[0]
     assert others.keys() == {"_to_copy"}
 
 

@@ -187,7 +187,7 @@ def test_without_rounds_a_pipeline_waits_in_a_circle() -> None:
 
 QUICK = [
     ("shardwise.models.tasks:decoder_tied", "pp=2,dp_replicate=2,microbatches=2"),
-    ("shardwise.models.tasks:decoder", "dp_shard=2,zero=3,tp=2"),
+    ("shardwise.models.tasks:decoder_tied", "dp_shard=2,zero=3,tp=2"),
     ("sequence_tasks:decoder", "cp=3"),
     ("domain_tasks:unet_group", "domain=2"),
     ("shardwise.models.tasks:moe", "dp_shard=2,ep=2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from threading import Thread
 from typing import Any
 
 import module_tasks
@@ -184,3 +185,19 @@ def test_what_objects_and_containers_hold_is_put_back() -> None:
     assert module.store.states["by layer"] is held
     assert (held, module.store.seen, module.pair[1]) == ([None] * 4, 0, [1])
     assert not module.pair[0].any()
+
+
+class Ticks(Thread):
+    """As progress bars have one, that notes when it last woke."""
+
+    woken = 0.0
+
+
+def test_what_a_thread_notes_of_itself_was_left_by_no_forward() -> None:
+    module = remembering_tasks.Stored()
+    module.monitor = Ticks()  # type: ignore[assignment]
+    state = ModuleState(module)
+    module.monitor.woken = 1.0
+    assert not state.changed()
+    module.store.seen += 1
+    assert {key for _, key in state.changed()} == {"store"}

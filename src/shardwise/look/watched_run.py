@@ -97,12 +97,12 @@ class Runner:
                     loss = self.evaluate(batch)
         return loss
 
-    def _left(self, state: ModuleState) -> list[str]:
+    def _left(self, state: ModuleState, changed: list[tuple[dict[str, Any], str]]) -> list[str]:
         """Returns the names of what a forward left for the next one, but for statistics of batch norms."""
         # Those are joined over ranks, and so are no state of a rank's own samples.
         norms = {id(table) for child in self.seen.batch_norms for table in (child._buffers, vars(child))}
         outside = state.outside.changed() if state.outside is not None else []
-        return sorted({key for table, key in state.changed() if id(table) not in norms}.union(outside))
+        return sorted({key for table, key in changed if id(table) not in norms}.union(outside))
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -111,9 +111,10 @@ class Runner:
         state = ModuleState(self.module, functions=self.functions, reached=self._reached)
         try:
             yield
+            changed = state.changed()
             # the first forward that leaves something tells what; not reached where it failed
-            self.seen.left = self.seen.left or self._left(state)
-            self.seen.kept_shapes.append(_shapes_of([table.get(key) for table, key in state.changed()]))
+            self.seen.left = self.seen.left or self._left(state, changed)
+            self.seen.kept_shapes.append(_shapes_of([table.get(key) for table, key in changed]))
         finally:
             self.seen.restore_parameters()
             state.restore()
@@ -154,6 +155,7 @@ class Seen(TorchDispatchMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._tables = [(f"{path}." if path else "", child._parameters) for path, child in module.named_modules()]
         self.running: list[nn.Module] = []
         self.batch_norms: list[nn.Module] = []
         self.norm_rows: list[list[int]] = []  # values of a channel that each batch norm was given, in each forward
@@ -251,14 +253,26 @@ class Seen(TorchDispatchMode):
             self.into_arguments.note(func, args, kwargs or {})
         return with_values(func)(*args, **(kwargs or {}))
 
+    def _weights(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Yields (path of the module with a dot, name in it, parameter), a tied one once, as `named_parameters` does.
+
+        It is asked at each write of a forward, and the modules are those that were there before the first.
+        """
+        met: set[int] = set()
+        for prefix, table in self._tables:
+            for key, param in table.items():  # zero=3 exchanges what is in them
+                if param is not None and id(param) not in met:
+                    met.add(id(param))
+                    yield prefix, key, param
+
     def _keep(self, tensor: torch.Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         while isinstance(tensor, Distributed):  # a share of a weight is this rank's parameter
             tensor = tensor.stored
-        storage = tensor.untyped_storage()
-        for name, param in self.module.named_parameters():
+        storage = tensor.untyped_storage()._cdata
+        for prefix, key, param in self._weights():
             local = param._local_tensor if isinstance(param, DTensor) else param
-            if name in self.written or local.untyped_storage()._cdata != storage._cdata:
+            if local.untyped_storage()._cdata != storage or (name := f"{prefix}{key}") in self.written:
                 continue
             weight = local.detach()
             if 0 in weight.stride():  # held by another stage of a pipeline

@@ -31,7 +31,7 @@ from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState, 
 
 _OWN = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, deque)
-_PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CONTAINERS)
+_PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CONTAINERS, *KINDS)
 
 
 def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
@@ -54,8 +54,7 @@ def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
 def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
     if table is not vars(child):
         return list(table)
-    plain = (*_PLAIN, *KINDS)
-    return [key for key, value in table.items() if key not in _OWN and (isinstance(value, plain) or is_own(value))]
+    return [key for key, value in table.items() if key not in _OWN and (isinstance(value, _PLAIN) or is_own(value))]
 
 
 def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:

@@ -21,6 +21,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from threading import Thread
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -35,7 +36,8 @@ _OTHERS = ("torch", "shardwise", "numpy", "builtins", "functools", "threading", 
 def is_own(value: Any) -> bool:
     """Whether a value is an object with attributes, of a class that is neither torch's nor ours."""
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _OTHERS or isinstance(value, nn.Module | type) or callable(value):
+    # a thread changes what it holds by itself, at times of its own: no forward did, and ranks would differ
+    if isinstance(value, nn.Module | type | Thread) or kind.__module__.partition(".")[0] in _OTHERS or callable(value):
         return False
     return isinstance(getattr(value, "__dict__", None), dict)
 
