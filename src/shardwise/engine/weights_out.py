@@ -109,7 +109,8 @@ def memory(state: RankState) -> dict[str, int | None]:
     """
 
     def here(tensor: torch.Tensor) -> bool:
-        return state.tier is None or not state.tier.rests(tensor)
+        rests = state.tier is not None and state.tier.rests(tensor)
+        return not rests and (state.shards is None or not state.shards.holds(tensor))
 
     masters = [slot.master for slot in state.technique.slots]
     masters += list(state.owners.masters.values()) if state.owners is not None else []
@@ -118,7 +119,7 @@ def memory(state: RankState) -> dict[str, int | None]:
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
     tiers: Counter[str] = Counter()
-    for tier in (state.tier, state.activations):
+    for tier in (state.tier, state.activations, state.shards):
         tiers.update(tier.held_bytes() if tier is not None else {})
     return {
         "parameters": storage_bytes(parameters),
