@@ -24,12 +24,7 @@ def keep_freed_memory() -> bool:
     """
     from shardwise.device import group_on_host
 
-    if not group_on_host() or any(name in os.environ for name in CHOSEN):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library
-        return False
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    return group_on_host() and _set_thresholds(LARGEST, 2**31 - 1)
 
 
 def give_back_at_once() -> bool:
@@ -38,12 +33,17 @@ def give_back_at_once() -> bool:
     For ranks that move what they hold to a disk. Of blocks that come and go on the heap few fit where another was: two
     ranks with 0.35 GB in use held 1.6 GB, and 0.6 GB so. What somebody chose by glibc's own variables is left alone.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name in os.environ for name in CHOSEN):
-        return False
-    chosen = bool(mallopt(M_MMAP_THRESHOLD, AT_FIRST)) and bool(mallopt(M_TRIM_THRESHOLD, AT_FIRST))
+    chosen = _set_thresholds(AT_FIRST, AT_FIRST)
     give_back_freed()
     return chosen
+
+
+def _set_thresholds(largest: int, trim: int) -> bool:
+    """Set the bytes from which a block is mapped alone, and those that are given back from the heap's end."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in os.environ for name in CHOSEN):  # another C library, or somebody's choice
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, largest)) and bool(mallopt(M_TRIM_THRESHOLD, trim))
 
 
 def give_back_freed() -> None:
