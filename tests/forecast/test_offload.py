@@ -14,7 +14,7 @@ from shardwise import Task, plan, simulate
 from shardwise.cluster import Cluster
 from shardwise.cluster.figure import Figure
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import states
+from shardwise.costs.memory import CONTEXT_BYTES, states
 from shardwise.costs.offload import LINK_SHARE, offloaded
 from shardwise.costs.software import STATES, software
 from shardwise.errors import RefusedPlan
@@ -23,6 +23,7 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.models import tasks
 from shardwise.models.decoder import DecoderConfig
 from shardwise.planner import propose
+from shardwise.planner.candidates import Constraints
 from shardwise.planner.decoders import decoder_by_name
 from shardwise.rehearsal.step_trace import trace
 from shardwise.tiers import activations, stores
@@ -193,12 +194,32 @@ def test_weights_lie_on_disks_of_processors(machine: Cluster, offload: str, told
         simulate("test_offload:deep", f"dp_shard=2,zero=3,offload={offload}", machine)
 
 
-def test_activations_are_the_last_that_is_looked_at() -> None:
-    """After the optimizer, of tasks whose modules are traced."""
+def test_what_costs_more_is_looked_at_later() -> None:
+    """Of tasks whose modules are traced: activations after the optimizer, and weights, of processors, last."""
     task, shape = SimpleNamespace(own=True), SimpleNamespace(own=False)
-    assert propose._tiers(on_processors(), task) == ["optimizer:disk", "optimizer:disk|activations:disk"]
+    optimizer = "optimizer:disk"
+    assert propose._tiers(on_processors(), task) == [
+        optimizer, f"{optimizer}|activations:disk", f"{optimizer}|parameters:disk",
+        f"{optimizer}|parameters:disk|activations:disk",
+    ]  # fmt: skip
     assert propose._tiers(Cluster.parse(NODE), task) == ["optimizer", "optimizer|activations"]
     assert propose._tiers(Cluster.parse(NODE), shape) == ["optimizer"]
+
+
+@pytest.mark.long
+def test_a_task_whose_weights_do_not_fit_has_an_answer() -> None:
+    """Between what it needs with its optimizer on the disk, and with its weights too."""
+    task, machine = "test_offload:deep", on_processors()
+    texts = ("optimizer:disk|activations:disk", "optimizer:disk|parameters:disk")
+    more, less = (
+        simulate(task, f"dp_shard=2,zero=3,precision=bf16,remat=full,offload={text}", machine).worst.allocated
+        for text in texts
+    )
+    assert less < more
+    memory = Figure(((more + less) / 2 + CONTEXT_BYTES) / 1e9, "given", "a test")
+    between, exact = replace(machine, device=replace(machine.device, memory_gb=memory)), Constraints(headroom=0.0)
+    found = plan(task, between, constraints=exact)
+    assert "parameters:disk" in found.best.plan.offload and found.best.plan.zero == 3
 
 
 def test_what_fits_on_the_devices_is_not_offloaded() -> None:

@@ -144,8 +144,7 @@ def apply_plan(
         _check_memory(module, plan, mesh, precision, absent, spread.positions)
     chunks = _in_chunks(module, blocks, plan, spread)
     notices += _prepare(module, blocks, plan)
-    activations = move_activations(module, blocks, plan, mesh)
-    notices += activations.notices if activations is not None else []
+    activations = move_activations(module, blocks, plan, mesh, notices)
     order = _fixed_order(plan, mesh)
     moved: ShardFile | None = None
     if plan.sharded.weights:

@@ -23,7 +23,7 @@ that are the module's own weights (fp32, zero=3) or their owners' (whole tensors
 first keeps after its first step, or hide the host's copies behind the device's steps.
 """
 
-from shardwise.tiers.activations import Activations, rehearsed, spread
+from shardwise.tiers.activations import Activations, rehearsed, spread, told_of_none
 from shardwise.tiers.disk import StateFile
 from shardwise.tiers.places import HostMemory, Place
 from shardwise.tiers.shards import ShardFile
@@ -33,5 +33,5 @@ from shardwise.tiers.subgroups import Subgroup, Unit
 
 __all__ = [
     "Activations", "ExtentFile", "HostCopies", "HostMemory", "Nowhere", "Place", "ShardFile", "StateFile", "StateTiers",
-    "Store", "Subgroup", "Unit", "kept_for", "only", "rehearsed", "spread",
+    "Store", "Subgroup", "Unit", "kept_for", "only", "rehearsed", "spread", "told_of_none",
 ]  # fmt: skip
