@@ -59,6 +59,9 @@ def assert_same(name: Any, layout: str, setting: str, tier: str, pool: RankPool,
     for without, within in zip(plain, moved, strict=True):
         # a bucket of masters is one unit: of a single one, less than half is nothing
         assert ("parameters" in tier) == (within["file"] > 0)
+        if within["file"]:  # padding of each shard aside
+            gone = without["held"]["parameters"] - within["held"]["parameters"]
+            assert abs(within["file"] - gone) < 0.05 * within["file"] + 4096
         told = "".join(within["notices"])
         assert within["groups"] + within["file"] > 0 or "nothing moves for optimizer:disk:0.4: " in told
         for what in ("losses", "weights", "used", "state"):

@@ -14,6 +14,7 @@ from shardwise.device import peak_bytes
 from shardwise.engine.whole import full_buffers, full_parameters
 from shardwise.memory.live import storage_bytes
 from shardwise.step.state import RankState
+from shardwise.tiers.activations import memory_of
 
 
 def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -110,11 +111,11 @@ def memory(state: RankState) -> dict[str, int | None]:
 
     def here(tensor: torch.Tensor) -> bool:
         rests = state.tier is not None and state.tier.rests(tensor)
-        return not rests and (state.shards is None or not state.shards.holds(tensor))
+        return not rests and (state.shards is None or not state.shards.holds(memory_of(tensor)))
 
     masters = [slot.master for slot in state.technique.slots]
     masters += list(state.owners.masters.values()) if state.owners is not None else []
-    parameters = [*state.module.parameters(), *filter(here, masters)]
+    parameters = [param for param in (*state.module.parameters(), *masters) if here(param)]
     gradients = [p.grad for p in (*state.module.parameters(), *masters)] + state.technique.gradient_buffers()
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
