@@ -1,17 +1,21 @@
 """A run that needs more memory than its process may have, with a disk's tier and without.
 
     python benchmarks/offload_limit.py [optimizer | activations] [LIMIT_GB]
+    python benchmarks/offload_limit.py parameters
 
 optimizer    201.5 million parameters in bf16, AdamW with amsgrad: 16 bytes of state and masters for each
 activations  3.2 million parameters, 3,072 rows: 96 blocks keep 0.8 GB for backward
 
-One process each. The limit is RLIMIT_DATA, under which malloc is to map large blocks alone, so that what is freed does
-not count. The forecast is of tensors: the interpreter and torch's libraries, resident after a step of a small
-model, are printed beside it.
+parameters   157 million parameters in fp32 on 2 ranks of zero=3, AdamW: 12 of 16 bytes lie on the disk; no limit
+
+One process each, but for the last. The limit is RLIMIT_DATA, under which malloc is to map large blocks alone, so that
+what is freed does not count. The forecast is of tensors: the interpreter and torch's libraries, resident after a step
+of a small model, are printed beside it.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import subprocess
@@ -25,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import Task, parallelize, simulate
+from shardwise import Plan, Task, parallelize, simulate
 from shardwise.cluster import Cluster
 from shardwise.cluster.figure import Figure
+from shardwise.ranks import RankPool
 
 STEPS = 3
 
@@ -79,6 +84,11 @@ CASES = {
     "activations": Case(
         64, 96, 3072, ("offload=activations:disk", "single"), 0.8, partial(torch.optim.AdamW, lr=1e-4)
     ),
+    "parameters": Case(
+        1280, 12, 64,
+        ("dp_shard=2,zero=3,offload=optimizer:disk|parameters:disk", "dp_shard=2,zero=3,offload=optimizer:disk",
+         "dp_shard=2,zero=3"), 0.0, partial(torch.optim.AdamW, lr=1e-4),
+    ),
 }  # fmt: skip
 
 
@@ -99,6 +109,38 @@ def run(case: Case, plan: str, limit_gb: float) -> None:
     print(f"  {sizes}; peak resident {peak:.2f} GB, {before:.2f} of it after a step of a small one")
 
 
+def peak_gb(case: Case, plan: str) -> tuple[float, float, list[float]]:
+    """On a rank: returns the peak resident beyond a step of a small model, bytes in the file, seconds of each step."""
+    small = replace(case, width=64, layers=4, rows=64)
+    engine = parallelize(small.task(), plan)
+    engine.step(small.batch(0))
+    engine.close()
+    del engine
+    gc.collect()
+    before = resident_gb()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+    engine, seconds = parallelize(case.task(), plan), []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        engine.step(case.batch(0))
+        seconds.append(time.perf_counter() - began)
+    on_disk = (engine.memory().get("disk") or 0) / 1e9
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak_kb = int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    return peak_kb * 1024 / 1e9 - before, on_disk, seconds
+
+
+def on_two_ranks(case: Case) -> None:
+    """Print the peak of both ranks, without a limit, and its forecast."""
+    for plan in case.plans:
+        with RankPool(threads=1, quiet=True) as pool:
+            rows = pool.run(peak_gb, 2, case, plan, timeout_s=500)
+            peaks = " and ".join(f"{peak:.3f}" for peak, _, _ in rows)
+            steps = ", ".join(f"{seconds:.1f}" for seconds in rows[0][2])
+            print(f"{plan}: forecast of tensors {forecast_gb(case, plan):.3f} GB", flush=True)
+            print(f"  peak resident beyond a small model's {peaks} GB, disk {rows[0][1]:.2f} GB, steps of {steps} s")
+
+
 def resident_gb() -> float:
     """Returns what of this process lies in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
@@ -106,7 +148,7 @@ def resident_gb() -> float:
 
 def forecast_gb(case: Case, plan: str) -> float:
     """Returns the forecast of the tensors' peak on a processor, whose rates do not matter to it."""
-    machine = Cluster.parse("1 l40s")
+    machine = Cluster.parse(f"{Plan.parse(plan).world_size} l40s")
     device = replace(machine.device, kind="cpu", table="", disk_gbps=Figure(1.0, "assumed", "no matter"))
     return simulate(case.task(), plan, replace(machine, device=device)).worst.allocated / 1e9
 
@@ -115,6 +157,8 @@ def main() -> None:
     args = sys.argv[1:]
     name = args.pop(0) if args and args[0] in CASES else "optimizer"
     case = CASES[name]
+    if not case.limit_gb:
+        return on_two_ranks(case)
     limit = float(args.pop(0)) if args else case.limit_gb
     if args:
         return run(case, args[0], limit)

@@ -436,6 +436,26 @@ def test_ranks_keep_the_memory_that_they_free(pool: RankPool) -> None:
     assert pool.run(keeps_memory_where_somebody_chose, 2) == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("call", "left_kb"), [("a._set_thresholds(a.LARGEST, 2**31 - 1)", 100_000), ("a.give_back_at_once()", 0)]
+)
+def test_freed_memory_is_kept_or_given_back(call: str, left_kb: int) -> None:
+    """In a process of its own: what its heap has from before is used again, whatever is set."""
+    lines = [
+        "import ctypes, pathlib, shardwise.ranks.allocation as a",
+        "lib = ctypes.CDLL(None)",
+        "lib.malloc.restype, lib.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]",
+        "rss = lambda: int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * 4",
+        f"assert {call}",
+        "before = rss()",
+        "blocks = [lib.malloc(2**22) for _ in range(40)]",
+        "[ctypes.memset(block, 1, 2**22) for block in blocks] and [lib.free(block) for block in blocks]",
+        "print(rss() - before)",
+    ]
+    out = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert left_kb <= int(out.stdout) < left_kb + 100_000
+
+
 def test_join_keeps_a_group_that_is_there(pool: RankPool) -> None:
     assert pool.run(join_twice, 2) == [(0, 2), (1, 2)]
 

@@ -220,6 +220,13 @@ def test_what_is_refused(plan: str, message: str) -> None:
         parallelize(tasks.decoder(), plan)
 
 
+def test_a_fraction_of_no_block_is_told() -> None:
+    engine = parallelize(tasks.decoder(), "offload=activations:disk:0.1")
+    told = "nothing moves for activations:disk:0.1: that is none of this rank's 4 blocks, to the nearest one"
+    assert sum(told in notice for notice in engine.notices) == 1
+    engine.close()
+
+
 def test_a_module_without_blocks_is_refused() -> None:
     task = tasks.mlp().with_(model=lambda: nn.Linear(12, 5))
     with pytest.raises(RefusedPlan, match="no repeated blocks were found in the module: name them by wrap="):

@@ -44,6 +44,7 @@ def ran(name: str | Callable[[], Task], plan: str, clip: float | None, steps: in
         }
         out["held"] = engine.memory()
         out["groups"] = len(engine.state.tier.groups) if engine.state.tier is not None else 0
+        out["file"] = engine.state.shards.size if engine.state.shards is not None else 0
         out["notices"] = [notice for notice in engine.notices if "nothing moves for" in notice]
     finally:
         places.gains, subgroups.SUBGROUP_BYTES = forced, size
@@ -57,7 +58,12 @@ def assert_same(name: Any, layout: str, setting: str, tier: str, pool: RankPool,
     moved = pool.run(ran, ranks, name, f"{plan},offload={tier}", clip)
     for without, within in zip(plain, moved, strict=True):
         # a bucket of masters is one unit: of a single one, less than half is nothing
-        assert within["groups"] > 0 or "nothing moves for optimizer:disk:0.4: " in "".join(within["notices"])
+        assert ("parameters" in tier) == (within["file"] > 0)
+        if within["file"]:  # padding of each shard aside
+            gone = without["held"]["parameters"] - within["held"]["parameters"]
+            assert abs(within["file"] - gone) < 0.05 * within["file"] + 4096
+        told = "".join(within["notices"])
+        assert within["groups"] + within["file"] > 0 or "nothing moves for optimizer:disk:0.4: " in told
         for what in ("losses", "weights", "used", "state"):
             assert within[what] == without[what], f"{what} differ"
 
@@ -78,6 +84,41 @@ def test_same_bits(layout: str, setting: str, tier: str, pool: RankPool) -> None
 @pytest.mark.parametrize(("layout", "setting", "tier"), [case for case in CASES if case not in QUICK])
 def test_same_bits_in_full(layout: str, setting: str, tier: str, pool: RankPool) -> None:
     assert_same("decoder", layout, setting, tier, pool, LAYOUTS[layout])
+
+
+SHARDED = {
+    "dp_shard=2,zero=3": 2, "cp=2,zero=3": 2, "dp_shard=2,dp_replicate=2,zero=3": 4, "tp=2,dp_shard=2,zero=3": 4,
+    "pp=2,dp_shard=2,zero=3": 4, "cp=2,dp_shard=2,zero=3": 4, "deterministic=true,dp_shard=2,zero=3": 2,
+    "dp_shard=2,zero=3,remat=full": 2,
+}  # fmt: skip
+WEIGHTS = [
+    "parameters:disk", "optimizer:disk|parameters:disk", "optimizer:disk:0.4|parameters:disk:0.5",
+    "optimizer:host|parameters:disk|activations:disk",
+]  # fmt: skip
+QUICK_WEIGHTS = [("dp_shard=2,zero=3", "clip", WEIGHTS[2]), ("dp_shard=2,zero=3", "accumulate=2", WEIGHTS[1])]
+
+
+@pytest.mark.parametrize(("layout", "setting", "tier"), QUICK_WEIGHTS)
+def test_same_bits_of_weights(layout: str, setting: str, tier: str, pool: RankPool) -> None:
+    assert_same("decoder", layout, setting, tier, pool, SHARDED[layout])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "setting", "tier"), [case for case in product(SHARDED, SETTINGS, WEIGHTS) if case not in QUICK_WEIGHTS]
+)
+def test_same_bits_of_weights_in_full(layout: str, setting: str, tier: str, pool: RankPool) -> None:
+    if "deterministic" in layout and setting == "accumulate=2":
+        layout = layout.replace("true", "4")
+    assert_same("decoder", layout, setting, tier, pool, SHARDED.get(layout, 2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", WEIGHTS[:3])
+@pytest.mark.parametrize("name", [adafactor, "mlp_frozen_unused", "decoder_tied", "mlp"])
+def test_same_bits_of_weights_of_other_modules(name: Any, tier: str, pool: RankPool) -> None:
+    """Owners of whole tensors, frozen and unused weights, one weight in two units, shards of unequal size."""
+    assert_same(name, "dp_shard=2,zero=3", "", tier, pool, 2)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from small_runs import MODEL, losses_of, weights_of
 import shardwise
 
 DISK = "offload=optimizer:disk"
+WEIGHTS = "offload=optimizer:disk|parameters:disk"
 QUICK = {**MODEL, "batch_samples": 12, "eval_every": 0, "checkpoint_every": 2}
 
 
@@ -19,9 +20,8 @@ def joined(*parts: str) -> str:
 
 def assert_goes_on(before: str, after: str, same_bits: bool, folder: Path) -> None:
     """Two steps under `before` and two under `after` are four under the plan without a tier."""
-    whole = shardwise.train(
-        "digits", before.replace(DISK, "").strip(",") or "single", steps=4, out=str(folder / "a"), **QUICK
-    )
+    plain = before.replace(WEIGHTS, "").replace(DISK, "").strip(",") or "single"
+    whole = shardwise.train("digits", plain, steps=4, out=str(folder / "a"), **QUICK)
     first = shardwise.train("digits", before, steps=2, out=str(folder / "b"), **QUICK)
     again = shardwise.train("digits", after, steps=4, resume=first.folder, out=str(folder / "b"), **QUICK)
     if same_bits:
@@ -33,7 +33,12 @@ def assert_goes_on(before: str, after: str, same_bits: bool, folder: Path) -> No
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param("single", DISK, marks=pytest.mark.long), (f"precision=bf16,{DISK}", "precision=bf16")],
+    [
+        pytest.param("single", DISK, marks=pytest.mark.long),
+        (f"precision=bf16,{DISK}", "precision=bf16"),
+        pytest.param(f"dp_shard=2,zero=3,{WEIGHTS}", "dp_shard=2,zero=3", marks=pytest.mark.long),
+        pytest.param("dp_shard=2,zero=3", f"dp_shard=2,zero=3,{WEIGHTS}", marks=pytest.mark.long),
+    ],
 )
 def test_goes_on_with_and_without_the_tier(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -46,7 +51,8 @@ def test_goes_on_with_and_without_the_tier(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (f"dp_shard=2,zero=1,{DISK}", f"dp_shard=2,zero=3,{DISK}"), (f"dp_shard=2,zero=3,{DISK}", "dp_replicate=2"),
+        (f"dp_shard=2,zero=1,{DISK}", f"dp_shard=2,zero=3,{WEIGHTS}"),
+        (f"dp_shard=2,zero=3,{WEIGHTS}", "dp_replicate=2"),
         ("dp_replicate=2", f"dp_shard=2,zero=2,precision=bf16,{DISK}"),
     ],
 )  # fmt: skip

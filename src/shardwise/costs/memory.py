@@ -20,7 +20,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
-from shardwise.layout.offload import in_tier
+from shardwise.layout.offload import TIERS, in_tier
 
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
@@ -102,7 +102,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         if stage.weights and policy.master > policy.weight:
             out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest
     # masters stay on an accelerator, where gradients lie beside them
-    out["optimizer"] *= 1.0 - sum(in_tier(layout.offload, "optimizer", tier) for tier in ("host", "disk"))
+    out["optimizer"] *= 1.0 - sum(in_tier(layout.offload, "optimizer", tier) for tier in TIERS)
     return out
 
 

@@ -1,9 +1,11 @@
-"""Time and bytes of an optimizer's state that lies outside of the device between steps, as `tiers/` moves it.
+"""Time and bytes of what lies outside of the device between uses, as `tiers/` moves it.
 
 Once in a step, for the parameters that a rank updates, whatever its batch:
 
     host ── state ──> device    update    device ── state ──> host     over the device's link, waited for
     disk ── state ──> host      ...                host ── state ──> disk      beside the update, one sub-group ahead
+
+Shards of weights (zero=3) are read for each gather too, beside forward and backward, and written by the update.
 
 So the update takes as long as the longer of (update + link) and disk. Masters move with the state where the device is
 a processor and they are no shards of zero=3; on an accelerator they stay, since gradients lie beside them. The ranks of
@@ -21,7 +23,7 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
-from shardwise.layout.offload import in_tier, placements
+from shardwise.layout.offload import TIERS, in_tier, placements
 
 HOST_DEVICES = 8  # of one host at most, also where a domain of links joins more (assumed)
 LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
@@ -31,12 +33,13 @@ BUFFERS = 3  # of a disk, in the host's memory (tiers/disk)
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The cost of a step's moves of optimizer state: seconds, and one rank's bytes in each tier."""
+    """The cost of an update's moves: seconds, and one rank's bytes of optimizer state in each tier, of weights on disk."""
 
     link_s: float
     disk_s: float
     host_bytes: float
     disk_bytes: float
+    weights_bytes: float = 0.0
 
     def beside(self, update_s: float) -> float:
         """Returns the seconds of an update with these moves, which takes `update_s` without."""
@@ -49,32 +52,35 @@ def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
     on_host  the device is the host's processor
     """
     masters = states.master if on_host and not layout.sharded.weights else 0.0
-    return {
-        tier: in_tier(layout.offload, "optimizer", tier) * (states.optimizer + masters) for tier in ("host", "disk")
-    }
+    return {tier: in_tier(layout.offload, "optimizer", tier) * (states.optimizer + masters) for tier in TIERS}
 
 
-def staged(layout: Layout, size: float, largest: float) -> float:
+def staged(layout: Layout, size: float, largest: float, share: float = 1.0) -> float:
     """Returns bytes of the buffers through which a disk's state goes, in the host's memory.
 
     size     bytes that lie on the disk; `largest`: those of the largest parameter
+    share    of a sub-group's bytes that is state, where the parameters themselves come with it
     """
     if not in_tier(layout.offload, "optimizer", "disk"):
         return 0.0
-    return min(size, max(SUBGROUP_BYTES, largest) + (BUFFERS - 1) * SUBGROUP_BYTES)
+    group = SUBGROUP_BYTES * share
+    return min(size, max(group, largest) + (BUFFERS - 1) * group)
 
 
 def offloaded(count: float, states: States, layout: Layout, cluster: Cluster) -> Offloaded:
     """Returns the cost of `count` parameters that each rank updates."""
     on_host = cluster.device.kind == "cpu"
     by_tier = moved(states, layout, on_host=on_host)
+    _refuse_weights(layout, cluster)
+    weights = in_tier(layout.offload, "parameters", "disk") * states.held
     _refuse_host(layout, cluster, by_tier["host"])
     link_s = disk_s = 0.0
     if not on_host and any(by_tier.values()):
         link_s = 2 * count * sum(by_tier.values()) / (_link_gbps(cluster) * 1e9)
-    if by_tier["disk"]:
-        disk_s = 2 * count * by_tier["disk"] * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9)
-    return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"])
+    if by_tier["disk"] + weights:
+        size = count * (by_tier["disk"] + weights)
+        disk_s = 2 * size * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9)
+    return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"], count * weights)
 
 
 def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
@@ -83,6 +89,15 @@ def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
             f"offload={layout.offload}: {cluster.device.name} is a processor, whose memory is the host's: nothing is "
             "gained"
         )
+
+
+def _refuse_weights(layout: Layout, cluster: Cluster) -> None:
+    if placements(layout.offload, "parameters") and cluster.device.kind != "cpu":
+        raise RefusedPlan(
+            f"offload={layout.offload}: {cluster.device.name} has memory of its own, and its weights would come over "
+            "its link for every gather, which is not built: use offload=optimizer"
+        )
+    _refuse_host(layout, cluster, in_tier(layout.offload, "parameters", "host"))
 
 
 def _link_gbps(cluster: Cluster) -> float:
@@ -118,7 +133,10 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
             f"{cost.disk_s:.3g} s of reads and writes at {rate.value:.3g} GB/s of a host's disk ({rate.source}), "
             "beside the update"
         )
-    places = {"the host's memory": cost.host_bytes, "a disk (twice that in the file)": cost.disk_bytes}
+    places = {
+        "the host's memory": cost.host_bytes, "a disk (twice that in the file)": cost.disk_bytes,
+        "a disk, of weights": cost.weights_bytes,
+    }  # fmt: skip
     lies = [f"{size / 1e9:,.3g} GB of each rank in {where}" for where, size in places.items() if size]
     return "; ".join([*parts, *lies])
 
@@ -154,12 +172,35 @@ def moves_told(cost: Moves, micro_s: float) -> str:
     )
 
 
+def reads(size: float, layout: Layout, cluster: Cluster) -> Moves:
+    """Returns the cost of the gathers of one micro-batch, of `size` bytes of weights on each rank."""
+    disk = in_tier(layout.offload, "parameters", "disk") * size * layout.sharded.gathers
+    return Moves(0.0, disk * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9), disk)
+
+
+def reads_told(cost: Moves, micro_s: float) -> str:
+    """Returns a remark on what is read for the gathers of each micro-batch."""
+    return (
+        f"{cost.size / 1e9:.3g} GB of weights read for each micro-batch of {micro_s:.3g} s, in {cost.disk_s:.3g} s at "
+        "the disk; less, where the host has memory to keep them"
+    )
+
+
+def brought(layout: Layout, size: float, largest: float) -> float:
+    """Returns bytes of weights that are in memory on their way from a disk: two units', of the largest.
+
+    size     of a rank's weights
+    """
+    fraction = in_tier(layout.offload, "parameters", "disk")
+    return min(fraction * size, 2 * largest) if fraction else 0.0
+
+
 def refuse(layout: Layout, *, traced: bool = False) -> None:
     """Raises `RefusedPlan` for layouts whose offload is not forecast. traced: of a task, whose module is traced."""
-    forecast = ("optimizer", "activations") if traced else ("optimizer",)
+    forecast = ("optimizer", "activations", "parameters") if traced else ("optimizer",)
     if any(placement.state not in forecast for placement in placements(layout.offload)):
         raise RefusedPlan(
-            f"offload={layout.offload} is not forecast: what weights that come and go with every layer, or activations "
-            f"of a decoder by its numbers, cost hangs on how much of it is hidden, which is not modelled; "
+            f"offload={layout.offload} is not forecast: what weights and activations of a decoder by its numbers cost "
+            "when they come and go with every layer hangs on how much of it is hidden, which is not modelled; "
             f"{' and '.join(f'offload={state}' for state in forecast)} is"
         )

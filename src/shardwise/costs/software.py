@@ -37,6 +37,11 @@ class States:
     sent: float = 0.0
 
     @property
+    def held(self) -> float:
+        """Bytes of what the optimizer updates."""
+        return self.master or self.weight
+
+    @property
     def on_wire(self) -> float:
         """Returns bytes of a gradient that is summed over ranks."""
         return self.sent or self.gradient

@@ -74,7 +74,7 @@ def assemble(
         base_lrs=[group.get("lr") for group in optimizer.param_groups],
         scale=LossScale() if precision.scaled else None,
         notices=notices, order=applied.order, chunks=applied.chunks, pairs=pairs, read=applied.read,
-        activations=applied.activations,
+        activations=applied.activations, shards=applied.shards,
     )  # fmt: skip
 
 

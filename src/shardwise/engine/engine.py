@@ -220,7 +220,7 @@ class Engine:
         if dist.is_initialized():
             barrier(self.mesh.world)
             self.mesh.close()
-        for tier in (self.state.tier, self.state.activations):
+        for tier in (self.state.tier, self.state.activations, self.state.shards):
             if tier is not None:
                 tier.close()
 

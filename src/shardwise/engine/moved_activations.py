@@ -8,7 +8,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.offload import Placement, placements
 from shardwise.mesh import Mesh
-from shardwise.tiers import Activations, ExtentFile, HostCopies, Store, places, spread
+from shardwise.tiers import Activations, ExtentFile, HostCopies, Store, places, spread, told_of_none
 from shardwise.trace.blocks import Blocks
 
 WITHOUT_BLOCKS = (
@@ -23,8 +23,12 @@ def refuse_without_blocks(plan: Plan, blocks: Blocks) -> None:
         raise RefusedPlan(f"offload={plan.offload}: {WITHOUT_BLOCKS}")
 
 
-def move_activations(module: nn.Module, blocks: Blocks, plan: Plan, mesh: Mesh) -> Activations | None:
+def move_activations(
+    module: nn.Module, blocks: Blocks, plan: Plan, mesh: Mesh, notices: list[str]
+) -> Activations | None:  # fmt: skip
     """Let what blocks keep go to a store, as the plan says, once their forwards are prepared; None where it does not.
+
+    notices  are added, of stores and of a fraction of which no block is left
 
     Raises `RefusedPlan` for a tier that gains nothing, and a folder that is no disk.
     """
@@ -34,7 +38,9 @@ def move_activations(module: nn.Module, blocks: Blocks, plan: Plan, mesh: Mesh) 
     if any(placement.tier == "host" for placement in placed) and not places.gains(mesh.device):
         raise RefusedPlan(f"offload={plan.offload}: {places.IN_MEMORY.format('activations')}")
     called = {id(block): block for block in map(module.get_submodule, blocks.paths)}
-    return Activations(module, spread([*called.values()], [(_store(p, mesh), p.fraction) for p in placed]))
+    moved = Activations(module, spread([*called.values()], [(_store(p, mesh), p.fraction) for p in placed]))
+    notices += moved.notices + told_of_none(placed, [*called.values()], plan.offload)
+    return moved
 
 
 def _store(placement: Placement, mesh: Mesh) -> Store:

@@ -25,6 +25,7 @@ from shardwise.engine.materialise import (
     told_of_drawn,
 )
 from shardwise.engine.moved_activations import move_activations, refuse_without_blocks
+from shardwise.engine.moved_parameters import shards_elsewhere
 from shardwise.engine.refused_modules import make_gradients_dense, own_collective, refuse, refuse_scripted, works_inside
 from shardwise.engine.tensor_cuts import cut_tensors
 from shardwise.layout import Plan
@@ -50,7 +51,7 @@ from shardwise.part.parameters import read_past, refuse_past, see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
-from shardwise.tiers import Activations
+from shardwise.tiers import Activations, ShardFile
 from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.deferred import Built
 from shardwise.trace.outside_reads import set_training
@@ -80,6 +81,7 @@ class Applied:
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)  # attributes that a user has put on parameters
     read: dict[str, str] = field(default_factory=dict)  # digests of frozen weights that come from files
     activations: Activations | None = None  # where they move, where the plan says so
+    shards: ShardFile | None = None  # in which weights lie, where the plan says so
 
 
 def apply_plan(
@@ -125,9 +127,9 @@ def apply_plan(
         _check_memory(module, plan, mesh, precision, absent, spread.positions)
     chunks = _in_chunks(module, blocks, plan, spread)
     notices += _prepare(module, blocks, plan)
-    activations = move_activations(module, blocks, plan, mesh)
-    notices += activations.notices if activations is not None else []
+    activations = move_activations(module, blocks, plan, mesh, notices)
     order = _fixed_order(plan, mesh)
+    moved: ShardFile | None = None
     if plan.sharded.weights:
         notices += blocks.warnings
         units = [path for path in blocks.paths if path not in enclosed]
@@ -135,7 +137,10 @@ def apply_plan(
         # FSDP2 would put no gathered weight.
         kept = {name for name, _ in module.named_parameters() if name in enclosed} | held_beside(module)
         kept -= absent
-        technique = _full_shard(module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept)
+        technique, moved = _full_shard(
+            module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept,
+            shards_elsewhere(plan, mesh, notices),
+        )  # fmt: skip
         given_values(map(module.get_submodule, units) if chunks is not None else ())
     else:
         technique = _whole_module(module, plan, mesh, precision, spread.experts, absent, order, value_of)
@@ -147,7 +152,7 @@ def apply_plan(
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
-        trained, frozen, order, chunks, marks, read, activations,
+        trained, frozen, order, chunks, marks, read, activations, moved,
     )  # fmt: skip
 
 
@@ -359,13 +364,17 @@ def _check_memory(
 def _full_shard(
     module: nn.Module, paths: list[str], value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
     frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None, kept: set[str],
-) -> DataParallel:  # fmt: skip
-    """Returns the technique of zero=3: units of FSDP2, and beside them experts and the parameters `kept` whole."""
+    elsewhere: Callable[[list[list[torch.Tensor]]], ShardFile | None] | None,
+) -> tuple[DataParallel, ShardFile | None]:  # fmt: skip
+    """Returns the technique of zero=3, and the file in which its shards lie, if they do.
+
+    Units of FSDP2, and beside them experts and the parameters `kept` whole.
+    """
     spread = set(experts.experts) - absent if experts is not None else set()
-    elsewhere = absent | spread | kept
-    empty_parameters(module, precision, mesh.device, elsewhere)
+    other = absent | spread | kept
+    empty_parameters(module, precision, mesh.device, other)
     units = [module.get_submodule(path) for path in paths]
-    sharded = FullShard(module, units, mesh, precision, elsewhere, order)
+    sharded = FullShard(module, units, mesh, precision, other, order, elsewhere)
     sharded.materialise(value_of, mesh.device)
     sharded.make_slots()
     technique: DataParallel = sharded
@@ -381,7 +390,8 @@ def _full_shard(
     for index, (name, _) in enumerate(trainable(module)):
         if precision.mixed and name in spread | kept:  # FSDP2 has its own masters already
             technique.load_masters(index, value_of(name).to(mesh.device))
-    return technique
+    assert isinstance(sharded.moved, ShardFile | None)  # what `elsewhere` gave
+    return technique, sharded.moved
 
 
 def _whole_module(

@@ -22,34 +22,40 @@ from shardwise.tiers import subgroups as rules
 
 
 def make_tier(state: RankState) -> StateTiers | None:
-    """Returns where the optimizer's state lies between steps, as the plan says; None where that is the device.
+    """Returns where the optimizer's state lies between steps, as the plan says; None where all it updates is here.
 
     Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
     """
     placed = placements(state.plan.offload, "optimizer")
-    if not placed:
+    if not placed and (state.shards is None or state.owners is not None):  # owners update whole tensors, in memory
         return None
     _refuse(state, placed)
     with torch.random.fork_rng(devices=[]):
-        units = _units(state)
-    if not any(unit.size for unit in units):
+        units = _units(state, kept=bool(placed))
+    if placed and not any(unit.size for unit in units):
         raise RefusedPlan(
             f"offload={state.plan.offload}: {type(state.optimizer).__name__} keeps no state beside the weights that "
-            "could lie elsewhere (SGD without momentum): leave offload out"
+            "could lie elsewhere (SGD without momentum): leave optimizer out of offload"
         )
     placed_groups: list[tuple[Place, list[Subgroup]]] = []
-    for placement, part in zip(placed, rules.dealt(units, placed), strict=True):
+    dealt = rules.dealt(units, placed)
+    for placement, part in zip(placed, dealt, strict=True):
         groups = rules.grouped(part)
         if groups:
             placed_groups.append((_place(placement, groups, state), groups))
         else:
             state.notices.append(_nothing_moves(placement, units, state))
+    # whose state stays steps by sub-groups too, so that few of the weights are here at once
+    stays = [unit.without_state() for unit in units[sum(map(len, dealt)) :] if unit.weights]
+    if stays:
+        placed_groups.append((Place(), rules.grouped(stays)))
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
     rounds = state.owners is None
     # no cycle: an engine that is dropped gives the file's room back at once
     technique = proxy(state.technique)
     return StateTiers(
-        state.optimizer, placed_groups, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds
+        state.optimizer, placed_groups, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds,
+        shards=state.shards,
     )  # fmt: skip
 
 
@@ -86,8 +92,11 @@ def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Pl
     return disk
 
 
-def _units(state: RankState) -> list[Unit]:
-    """Returns the `Unit`s that move together, in the optimizer's order: a parameter each, or a bucket's pieces."""
+def _units(state: RankState, *, kept: bool) -> list[Unit]:
+    """Returns the `Unit`s that move together, in the optimizer's order: a parameter each, or a bucket's pieces.
+
+    kept  with what the optimizer keeps of each
+    """
     # a device's masters stay: their gradients lie beside them, and torch has no gradient on another device
     masters = state.technique.wide_masters() if state.owners is None and on_host(state.device) else []
     states_by_kind: dict[tuple, dict] = {}
@@ -97,7 +106,7 @@ def _units(state: RankState) -> list[Unit]:
         for param in group["params"]:
             kind = (number, param.shape, param.stride(), param.dtype, *sorted(map(str, vars(param).items())))
             if kind not in states_by_kind:
-                states_by_kind[kind] = kept_for(state.optimizer, number, param) if param.numel() else {}
+                states_by_kind[kind] = kept_for(state.optimizer, number, param) if kept and param.numel() else {}
             wide = _master_of(param, masters)
             if wide is None or wide not in of_master:
                 units.append(Unit([], [], wide, None if wide is None else rules.spec_of(masters[wide][1])))
@@ -107,6 +116,8 @@ def _units(state: RankState) -> list[Unit]:
             unit = units[-1] if wide is None else of_master[wide]
             unit.params.append(param)
             unit.states.append(states_by_kind[kind])
+            if state.shards is not None and state.shards.holds(param):
+                unit.weights += param.numel() * param.element_size()
     return units
 
 

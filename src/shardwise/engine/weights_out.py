@@ -16,6 +16,7 @@ from shardwise.engine.whole import full_buffers, full_parameters
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.memory.live import storage_bytes
 from shardwise.step.state import RankState
+from shardwise.tiers.activations import memory_of
 
 
 def state_dict(state: RankState) -> dict[str, torch.Tensor]:
@@ -120,16 +121,17 @@ def memory(state: RankState) -> dict[str, int | None]:
     """
 
     def here(tensor: torch.Tensor) -> bool:
-        return state.tier is None or not state.tier.rests(tensor)
+        rests = state.tier is not None and state.tier.rests(tensor)
+        return not rests and (state.shards is None or not state.shards.holds(memory_of(tensor)))
 
     masters = [slot.master for slot in state.technique.slots]
     masters += list(state.owners.masters.values()) if state.owners is not None else []
-    parameters = [*state.module.parameters(), *filter(here, masters)]
+    parameters = [param for param in (*state.module.parameters(), *masters) if here(param)]
     gradients = [p.grad for p in (*state.module.parameters(), *masters)] + state.technique.gradient_buffers()
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
     tiers: Counter[str] = Counter()
-    for tier in (state.tier, state.activations):
+    for tier in (state.tier, state.activations, state.shards):
         tiers.update(tier.held_bytes() if tier is not None else {})
     return {
         "parameters": storage_bytes(parameters),

@@ -4,6 +4,7 @@ offload=optimizer                  all of the optimizer's state in the host's me
 offload=optimizer:disk             in a file on a disk of the host
 offload=optimizer:disk:0.6         six tenths of its bytes, to the nearest parameter; the rest stays on the device
 offload=optimizer:host:0.5|optimizer:disk:0.5     a part in each
+offload=parameters:disk            a rank's shards of weights, under zero=3; a fraction is of units, the first ones
 offload=activations:disk           what blocks keep for backward; a fraction is of the blocks, the first ones
 """
 

@@ -112,11 +112,24 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.deterministic > 0 and p.deterministic % (p.accumulate * p.data_ranks) != 0,
     ),
     Rule(
-        "offload of parameters or gradients",
+        "offload of gradients",
         "not built",
-        "the optimizer's state and activations are moved to the host or a disk, and nothing else yet: use "
-        "offload=optimizer, with zero=3 for parameters and gradients",
-        lambda p: any(placements(p.offload, state) for state in ("parameters", "gradients")),
+        "the optimizer's state, weights and activations are moved to the host or a disk, and gradients not yet: use "
+        "zero=2 or 3, which shard them over the ranks of dp_shard",
+        lambda p: bool(placements(p.offload, "gradients")),
+    ),
+    Rule(
+        "offload of parameters without zero=3",
+        "illegal",
+        "weights that modules hold whole are read at any time; units of zero=3 gather theirs for each use: add zero=3",
+        lambda p: bool(placements(p.offload, "parameters")) and not p.sharded.weights,
+    ),
+    Rule(
+        "offload of parameters with ep > 1",
+        "not built",
+        "experts are held by their ranks and not gathered, so that their weights, most of the model, would stay: use "
+        "offload=optimizer",
+        lambda p: bool(placements(p.offload, "parameters")) and p.ep > 1,
     ),
     Rule(
         "offload of activations with remat = selective",

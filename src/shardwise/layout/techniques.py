@@ -88,6 +88,13 @@ TECHNIQUES = (
         "the state does not fit, and there are no more ranks to shard it over",
     ),
     Technique(
+        "offload of weights", "offload", "dp_shard=8,zero=3,offload=optimizer:disk|parameters:disk",
+        "nothing: shards of weights lie on a disk between gathers",
+        "between ranks as ZeRO-3; weights from the disk for each gather, and to it after the update",
+        "an optimizer that treats tensors one by one; ranks whose device is the processor",
+        "weights and state do not fit, and there are no more ranks",
+    ),
+    Technique(
         "offload of activations", "offload", "dp_shard=8,zero=3,offload=activations:disk",
         "nothing: what blocks keep for backward lies on a disk or the host until then",
         "between ranks nothing; activations there and back, beside the blocks before and behind",

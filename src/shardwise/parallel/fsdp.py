@@ -16,7 +16,7 @@ weights that a model returns (`outlive`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -93,6 +93,45 @@ def announce(unit: FSDPModule, gathers: Callable[[], None], reduces: Callable[[]
     for group in groups_of(unit):
         group._all_gather_comm = _Announced(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Announced(group._reduce_scatter_comm, reduces)
+
+
+def shards_of(unit: FSDPModule) -> list[torch.Tensor]:
+    """Returns the memory of each shard of a unit, flat, padding included."""
+    return [param._sharded_param_data for group in groups_of(unit) for param in group.fsdp_params]
+
+
+def lay_shards(unit: FSDPModule, memory: Sequence[torch.Tensor]) -> None:
+    """Let a unit's shards lie on other memory, given as `shards_of` has it; values do not come along."""
+    params = [param for group in groups_of(unit) for param in group.fsdp_params]
+    for param, flat in zip(params, memory, strict=True):
+        length = param.sharded_param._local_tensor.size(param.fsdp_placement.dim)
+        param._sharded_param_data = flat
+        padded = flat.view(param.padded_sharded_param_size)
+        param.sharded_param._local_tensor = padded.narrow(param.fsdp_placement.dim, 0, length)
+
+
+def around_gathers(unit: FSDPModule, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call a function before a unit's shards are read for a gather, and one when they have been."""
+    for group in groups_of(unit):
+        group.unshard = partial(_read, weakref.ref(group), before)
+        group.wait_for_unshard = partial(_have_read, weakref.ref(group), after)
+
+
+def _read(owner: weakref.ref[Any], before: Callable[[], None], *args: Any, **kwargs: Any) -> None:
+    group = owner()
+    if group is not None:
+        if group.is_sharded and group._all_gather_result is None:
+            before()
+        type(group).unshard(group, *args, **kwargs)
+
+
+def _have_read(owner: weakref.ref[Any], after: Callable[[], None]) -> None:
+    group = owner()
+    if group is not None:
+        pending = group._all_gather_result is not None
+        type(group).wait_for_unshard(group)  # one rank alone reads here
+        if pending:
+            after()
 
 
 def can_cut(param: torch.Tensor) -> bool:

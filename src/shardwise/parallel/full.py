@@ -37,15 +37,18 @@ from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.mesh import Mesh
 from shardwise.parallel.fsdp import (
     announce,
+    around_gathers,
     await_unseen,
     can_cut,
     know_detach,
+    lay_shards,
     outlive,
     partial_reductions,
     reduce_unused,
     refuse_transforms,
+    shards_of,
 )
-from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
+from shardwise.parallel.slots import ShardMemory, Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, as_pairs, pairs_in
 from shardwise.precision import Precision
@@ -86,8 +89,12 @@ class FullShard:
         precision: Precision,
         absent: Collection[str] = (),
         order: FixedOrder | None = None,
+        elsewhere: Callable[[list[list[torch.Tensor]]], ShardMemory | None] | None = None,
     ):
+        """elsewhere: gives memory for the shards of units (flat, without values), which stay where that is None."""
         self.module = module
+        self._elsewhere = elsewhere
+        self.moved: ShardMemory | None = None
         self._absent = {param for name, param in module.named_parameters() if name in absent}  # other stages'
         self.precision = precision
         self.order = order
@@ -165,7 +172,18 @@ class FullShard:
         """Give the shards memory, without values yet. Returns (name, shard) of each parameter that is held here."""
         with self._without_absent():
             self.module.to_empty(device=device)
+            self._lay_elsewhere()
             return list(self.module.named_parameters())
+
+    def _lay_elsewhere(self) -> None:
+        if self._elsewhere is None:
+            return
+        self.moved = moved = self._elsewhere([shards_of(unit) for unit in self.units])
+        # the first units of them
+        for number, (unit, memory) in enumerate(zip(self.units, moved.memory if moved else [], strict=False)):
+            assert moved is not None
+            lay_shards(unit, memory)
+            around_gathers(unit, partial(moved.before_gather, number), partial(moved.after_gather, number))
 
     def materialise(self, value_of: ValueOf, device: torch.device) -> None:
         """Give every shard its slice of the full initial value, one parameter at a time."""
@@ -180,6 +198,8 @@ class FullShard:
                 local = param.to_local()
                 if local.numel():
                     local.copy_(full[slices].view(local.shape).to(device))
+            if self.moved is not None:
+                self.moved.let_go()
 
     @contextmanager
     def _without_absent(self) -> Iterator[None]:
@@ -269,6 +289,8 @@ class FullShard:
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
+        if self.moved is not None:
+            self.moved.let_go()
         for param, slot in zip(self.params, self.slots, strict=True):
             param.grad = None
             slot.master.grad = None

@@ -34,6 +34,24 @@ class Slot:
     counted: bool = True
 
 
+class ShardMemory(Protocol):
+    """Memory elsewhere, in which the shards of some units lie and are read for each gather.
+
+    memory  of the shards of each unit that moves, in order: the first ones
+    """
+
+    memory: list[list[torch.Tensor]]
+
+    def before_gather(self, unit: int) -> None:
+        """Called before the shards of a unit, by its number, are read."""
+
+    def after_gather(self, unit: int) -> None:
+        """Called when they have been."""
+
+    def let_go(self) -> None:
+        """Let go of what was read or written by others than gathers."""
+
+
 @dataclass
 class Phase:
     """The kind of samples that the engine runs now, for code inside the module that must know."""

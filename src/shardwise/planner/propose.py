@@ -31,8 +31,8 @@ SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of
 LATER = 3  # plans that this version cannot run yet, told beside those that it can
 OFFLOADED = (
     "nothing fits in the devices' memory alone: these plans keep the optimizer's state outside of it between steps, "
-    "or also what blocks keep for backward until then, which each step waits for; more devices, a smaller batch or "
-    "sequence, or adapters alone (--lora 16), since frozen weights have no such state, would do without"
+    "or also what blocks keep for backward, or weights, until they are used, which each step waits for; more devices, "
+    "a smaller batch or sequence, or adapters alone (--lora 16), as frozen weights have no such state, would do without"
 )
 EVERY_S = 0.3  # between two lines of progress
 # The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
@@ -119,7 +119,10 @@ def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
     if (cluster.device.disk_gbps if on_host else cluster.device.host_gbps) is None:
         return []
     optimizer, activations = ("optimizer:disk", "activations:disk") if on_host else ("optimizer", "activations")
-    return [optimizer, f"{optimizer}|{activations}"] if subject.own else [optimizer]
+    if not subject.own:
+        return [optimizer]
+    weights = [f"{optimizer}|parameters:disk", f"{optimizer}|parameters:disk|{activations}"] if on_host else []
+    return [optimizer, f"{optimizer}|{activations}", *weights]
 
 
 def _on_part(

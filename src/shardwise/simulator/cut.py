@@ -99,7 +99,7 @@ def simulate_cut(
     parts["optimizer"] = max(
         with_tiers(rank, layout, cluster, states, optimizer_seconds(rank, layout, kernels, states)) for rank in ranks
     )
-    parts |= moved_seconds(ranks, layout, cluster, rounds.micro_s, layout.n_micro * layout.rounds)
+    parts |= moved_seconds(ranks, layout, cluster, states, rounds.micro_s, layout.n_micro * layout.rounds)
     parts |= engine_seconds(ranks[0], layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
@@ -121,7 +121,7 @@ def simulate_cut(
     forecast.basis = _basis(ranks, layout, kernels, wire)
     ops = max(rank.linear(rank.small.kernels, rank.large.kernels, layout.micro_batch) for rank in ranks)
     forecast.basis |= tiers_basis(ranks[0], layout, cluster, states)
-    forecast.basis |= moved_basis(ranks, layout, cluster, rounds.micro_s)
+    forecast.basis |= moved_basis(ranks, layout, cluster, states, rounds.micro_s)
     forecast.basis |= taken(ranks) | host_basis(kernels, ops, rounds.busy_s)
     return forecast
 

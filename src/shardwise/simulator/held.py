@@ -13,11 +13,11 @@ from collections import Counter
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.offload import staged
+from shardwise.costs.offload import brought, staged
 from shardwise.costs.software import States
 from shardwise.layout import Plan
 from shardwise.layout.flat_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_out, most_elements
-from shardwise.layout.offload import in_tier
+from shardwise.layout.offload import TIERS, in_tier, placements
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Model, StepTrace
 from shardwise.step.owners import choose_owners
@@ -69,6 +69,7 @@ def memory(
     terms |= _offloaded(model, layout, states, terms)
     if stage.weights and states.master:  # the masters are the shards
         terms["weights"] = trace.experts * states.weight
+    terms |= _weights_elsewhere(trace, layout, states, terms)
     reduced = rest + (trace.experts if of_experts < 1 else 0)  # over dp_shard: experts of one rank's own are not
     peaks = _peaks(model, layout, states, updated + experts, reduced, owned)
     top = max(peaks, key=lambda name: peaks[name])
@@ -88,17 +89,33 @@ def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, fl
     if layout.offload == "none":
         return {}
     on_host = model.batch_on_device
-    fractions = {tier: in_tier(layout.offload, "optimizer", tier) for tier in ("host", "disk")}
+    fractions = {tier: in_tier(layout.offload, "optimizer", tier) for tier in TIERS}
     gone = sum(fractions.values())
     masters = on_host and not layout.sharded.weights and not (model.update.whole and layout.sharded.state)
     lies = terms["optimizer"] + (terms["master"] if masters else 0.0)
     each = states.optimizer + (states.master if masters else 0)
     share = layout.shard_ranks if layout.sharded.state else 1
     largest = max(model.small.in_order.values(), default=0) * each / share
+    weights = states.held if placements(layout.offload, "parameters") else 0.0
     return {
         "optimizer": terms["optimizer"] * (1 - gone),
         "master": terms["master"] * (1 - gone if masters else 1),
-        "state on its way to the disk": staged(layout, lies * fractions["disk"], largest) if on_host else 0.0,
+        "state on its way to the disk": (
+            staged(layout, lies * fractions["disk"], largest, each / (each + weights)) if on_host and each else 0.0
+        ),
+    }
+
+
+def _weights_elsewhere(trace: StepTrace, layout: Layout, states: States, terms: dict[str, float]) -> dict[str, float]:
+    """Returns the terms, in bytes, that change where shards of weights lie on a disk between gathers."""
+    fraction = in_tier(layout.offload, "parameters", "disk")
+    if not fraction:
+        return {}
+    name = "master" if states.master else "weights"
+    largest = max([*trace.units, trace.rest], default=0) / layout.shard_ranks * states.held
+    return {
+        name: terms[name] * (1 - fraction),
+        "weights on their way from the disk": brought(layout, terms[name], largest),
     }
 
 

@@ -7,7 +7,7 @@ follow from shapes on the line through both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
@@ -15,12 +15,12 @@ from shardwise.costs.block import EAGER, host_seconds
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.offload import Moves, Offloaded, moves, moves_told, offloaded, told
+from shardwise.costs.offload import Moves, Offloaded, moves, moves_told, offloaded, reads, reads_told, told
 from shardwise.costs.ops import op_seconds
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
-from shardwise.layout.offload import of_class
+from shardwise.layout.offload import placements
 from shardwise.layout.precisions import PRECISIONS
 from shardwise.simulator.counted import Model, StepTrace
 from shardwise.simulator.forecast import Forecast
@@ -140,7 +140,7 @@ def simulate_traced(
         group = RankGroup(layout.dp, 1)
         once = sum(times * wire.collective(op, group, size) for (op, size), times in model.small.joined.items())
         parts["batch norm communication"] = layout.n_micro * once  # of channels, whatever the samples
-    parts |= moved_seconds([model], layout, cluster, micro, layout.n_micro)
+    parts |= moved_seconds([model], layout, cluster, states, micro, layout.n_micro)
     parts |= engine_seconds(model, layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
@@ -160,7 +160,8 @@ def simulate_traced(
         "work": f"{len(model.small.products)} shapes of products and {model.small.kernels} ops counted on fake tensors",
     }
     ops = model.linear(model.small.kernels, model.large.kernels, layout.micro_batch)
-    forecast.basis |= tiers_basis(model, layout, cluster, states) | moved_basis([model], layout, cluster, micro)
+    forecast.basis |= tiers_basis(model, layout, cluster, states)
+    forecast.basis |= moved_basis([model], layout, cluster, states, micro)
     forecast.basis |= taken([model]) | host_basis(kernels, ops, micro)
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
@@ -203,7 +204,7 @@ def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, u
 
 def tiers_basis(model: Model, layout: Layout, cluster: Cluster, states: States) -> dict[str, str]:
     """Returns a remark on what the forecast of offloaded state assumes; else {}."""
-    if of_class(layout.offload, "optimizer") == "none":
+    if not placements(layout.offload, "optimizer") + placements(layout.offload, "parameters"):
         return {}
     return {"offload": told(_tiers(model, layout, cluster, states), cluster)}
 
@@ -219,20 +220,35 @@ def _moves(ranks: Sequence[Model], layout: Layout, cluster: Cluster) -> Moves:
     return moves(put, layout, cluster)
 
 
+def _moved(
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States
+) -> dict[str, tuple[Moves, Callable[[Moves, float], str]]]:
+    """Returns, by name, the cost of what comes and goes with a micro-batch on the rank with most, and its remark."""
+    costs: dict[str, tuple[Moves, Callable[[Moves, float], str]]] = {}
+    if placements(layout.offload, "activations"):
+        costs["activations that move"] = (_moves(ranks, layout, cluster), moves_told)
+    if placements(layout.offload, "parameters"):
+        elements = max(rank.small.shard_elements or rank.small.parameters / layout.shard_ranks for rank in ranks)
+        costs["weights that are read"] = (reads(elements * states.held, layout, cluster), reads_told)
+    return costs
+
+
 def moved_seconds(
-    ranks: Sequence[Model], layout: Layout, cluster: Cluster, micro_s: float, times: int
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States, micro_s: float, times: int
 ) -> dict[str, float]:
-    """Returns the seconds of `times` micro-batches that wait for activations, by name; {} where all stay."""
-    if of_class(layout.offload, "activations") == "none":
-        return {}
-    return {"activations that move": times * _moves(ranks, layout, cluster).beyond(micro_s)}
+    """Returns the seconds of `times` micro-batches that wait for a tier, by name; {} where all stays."""
+    seconds, spare = {}, micro_s
+    for name, (cost, _) in _moved(ranks, layout, cluster, states).items():
+        seconds[name] = times * cost.beyond(spare)
+        spare = max(0.0, spare - cost.disk_s)
+    return seconds
 
 
-def moved_basis(ranks: Sequence[Model], layout: Layout, cluster: Cluster, micro_s: float) -> dict[str, str]:
-    """Returns a remark on what the forecast of moved activations assumes; else {}."""
-    if of_class(layout.offload, "activations") == "none":
-        return {}
-    return {"activations that move": moves_told(_moves(ranks, layout, cluster), micro_s)}
+def moved_basis(
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States, micro_s: float
+) -> dict[str, str]:
+    """Returns a remark on what the forecast of what moves within a micro-batch assumes; else {}."""
+    return {name: remark(cost, micro_s) for name, (cost, remark) in _moved(ranks, layout, cluster, states).items()}
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:

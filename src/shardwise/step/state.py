@@ -25,7 +25,7 @@ from shardwise.step.hooks import Hooks
 from shardwise.step.owners import OwnedMasters
 from shardwise.step.scaler import LossScale
 from shardwise.task import Task
-from shardwise.tiers import Activations, StateTiers
+from shardwise.tiers import Activations, ShardFile, StateTiers
 
 if TYPE_CHECKING:
     from shardwise.step.staged import StagedForward
@@ -52,6 +52,7 @@ class RankState:
     read          digests of the whole values that frozen weights have in the task's files, of those held here
     written       the forward writes into weights
     tier          where the optimizer's state lies between steps, where the plan has offload
+    shards        the file in which shards of weights lie, where the plan has that
     activations   where what blocks keep for backward lies until then, where the plan has that
     used          indices of the parameters that any rank reached in the last step
     terms         extra terms of the loss that the look met, and whether they have a weight of their own
@@ -98,6 +99,7 @@ class RankState:
     pairs: frozenset[str] = frozenset()
     tier: StateTiers | None = None
     activations: Activations | None = None
+    shards: ShardFile | None = None
     read: dict[str, str] = field(default_factory=dict)
     keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
     last_total: int = 0  # samples of the last micro-batch, then

@@ -1,6 +1,6 @@
 """Where a slot's optimizer state lies between steps: the host's memory, or a file on a disk (`offload=`).
 
-What blocks keep for backward lies there within a step: activations.py.
+What blocks keep for backward lies there within a step: activations.py. Shards of weights, between gathers: shards.py.
 
 A tier is a place and nothing else: the tensors of `optimizer.state` stay what they are, and their memory is moved.
 
@@ -23,14 +23,15 @@ that are the module's own weights (fp32, zero=3) or their owners' (whole tensors
 first keeps after its first step, or hide the host's copies behind the device's steps.
 """
 
-from shardwise.tiers.activations import Activations, rehearsed, spread
+from shardwise.tiers.activations import Activations, rehearsed, spread, told_of_none
 from shardwise.tiers.disk import StateFile
 from shardwise.tiers.places import HostMemory, Place
+from shardwise.tiers.shards import ShardFile
 from shardwise.tiers.stepping import StateTiers, kept_for, only
 from shardwise.tiers.stores import ExtentFile, HostCopies, Nowhere, Store
 from shardwise.tiers.subgroups import Subgroup, Unit
 
 __all__ = [
-    "Activations", "ExtentFile", "HostCopies", "HostMemory", "Nowhere", "Place", "StateFile", "StateTiers", "Store",
-    "Subgroup", "Unit", "kept_for", "only", "rehearsed", "spread",
+    "Activations", "ExtentFile", "HostCopies", "HostMemory", "Nowhere", "Place", "ShardFile", "StateFile", "StateTiers",
+    "Store", "Subgroup", "Unit", "kept_for", "only", "rehearsed", "spread", "told_of_none",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.layout.offload import placements
+from shardwise.layout.offload import Placement, placements
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part
 from shardwise.tiers.stores import Nowhere, Store, Token
@@ -284,6 +284,18 @@ def spread(blocks: Sequence[nn.Module], parts: Iterable[tuple[Store, float]]) ->
         reached += fraction * len(blocks)
         stores += [store] * (round(reached) - len(stores))
     return [*zip(blocks, [*stores, *[None] * (len(blocks) - len(stores))], strict=True)]
+
+
+def told_of_none(placed: Sequence[Placement], blocks: Sequence[nn.Module], offload: str) -> list[str]:
+    """Returns a notice for each placement whose fraction of the blocks is none of them."""
+    parts = [(Nowhere(placement.tier), placement.fraction) for placement in placed]
+    used = {store for _, store in spread(blocks, parts)}
+    return [
+        f"offload={offload}: nothing moves for {placement}: that is none of this rank's {len(blocks)} blocks, to the "
+        "nearest one: give a larger fraction"
+        for placement, (store, _) in zip(placed, parts, strict=True)
+        if blocks and store not in used
+    ]
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

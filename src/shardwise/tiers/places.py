@@ -23,10 +23,10 @@ def gains(device: torch.device) -> bool:
 class Place:
     """Where sub-groups lie between steps. Each has `rest` there, and a `buffer` in the host's memory within a step.
 
-    Its methods do nothing: where what rests lies in the buffer, nothing moves. A disk's move bytes.
+    Its methods do nothing: where what rests lies in the buffer, or nothing does, nothing moves. A disk's move bytes.
     """
 
-    name: str
+    name = "device"
 
     def begin(self) -> None:
         """Called before a step."""

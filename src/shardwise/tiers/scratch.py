@@ -1,6 +1,6 @@
 """A file without a name in the folder for temporary files: made room for, read and written past the page cache.
 
-Used by a rank's state between steps (`disk`) and by what its blocks keep for backward (`extents`).
+Used by a rank's state between steps (`disk`), its weights (`shards`) and what its blocks keep for backward (`stores`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import RefusedPlan, RunError
+from shardwise.ranks.allocation import give_back_at_once
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 ELSEWHERE = "let TMPDIR name a folder on a local disk with room"
@@ -32,6 +33,7 @@ class ScratchFile:
         refuse_memory(self.folder)
         self.fd, self.direct = self._opened()
         os.unlink(self.path)
+        give_back_at_once()  # else malloc would keep most of what moves
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def _opened(self) -> tuple[int, bool]:

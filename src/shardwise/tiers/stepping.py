@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -15,6 +15,7 @@ from shardwise.device import on_host
 from shardwise.errors import RunError
 from shardwise.ranks.allocation import give_back_freed
 from shardwise.tiers.places import Place
+from shardwise.tiers.shards import ShardFile
 from shardwise.tiers.subgroups import Entry, Spec, Subgroup, spec_of, tensor_at, tensors_of
 
 T = TypeVar("T")
@@ -27,17 +28,20 @@ class StateTiers:
     groups   the sub-groups of each place, which step in this order; what is in none of them steps last, where it is
     masters  gives (module's weight, wider master) where masters move too; the same tensors, in the same order
     rounds   `step` puts masters into the module's weights itself, as each sub-group is done
+    shards   the file in which the parameters themselves lie, where that is so
     """
 
     def __init__(
         self, optimizer: Optimizer, places: Sequence[tuple[Place, list[Subgroup]]],
         masters: Callable[[], list[Pair]], slots: Sequence[nn.Parameter], *, rounds: bool,
+        shards: ShardFile | None = None,
     ):  # fmt: skip
         self.optimizer = optimizer
         self.places = [place for place, _ in places]
         self.groups = [(place, group) for place, groups in places for group in groups]
         self.masters = masters
         self.rounds = rounds
+        self.shards = shards
         self._broken = False
         self._views = _views(masters(), slots)
         self._in_groups = {id(param) for _, group in self.groups for param in group.params}
@@ -69,17 +73,21 @@ class StateTiers:
                     if number + 1 < len(reached):
                         self._fetch(*reached[number + 1])
                     place.wait_for(group)
+                    if self.shards is not None:
+                        self.shards.wait_for(group.params)
                     begun.append(group)
                     self._bring(group)
                     choose(group.params)
                     result = step()
                     self._leave(group)
                     place.store(group)
+                    if self.shards is not None:
+                        self.shards.store(group.params)
                 if held or not reached:
                     choose(held)
                     result = step()
-            for place in self.places:
-                place.finish()
+            for running in self._running():
+                running.finish()
         except BaseException:
             self._go_back(begun)
             raise
@@ -119,10 +127,10 @@ class StateTiers:
 
     def held_bytes(self) -> dict[str, int]:
         """Returns the bytes of state and masters that each place has room for, by the place's name."""
-        out = {place.name: 0 for place in self.places}
+        sizes = Counter[str]()
         for place, group in self.groups:
-            out[place.name] += group.size
-        return out
+            sizes[place.name] += group.size
+        return {name: size for name, size in sizes.items() if size}
 
     def close(self) -> None:
         """End what the places have started."""
@@ -137,6 +145,11 @@ class StateTiers:
             entry.rested = tensor is not None and _lies_in(tensor, group.rest)
         if any(entry.rested for entry in group.entries):
             place.fetch(group)
+        if self.shards is not None:
+            self.shards.fetch(group.params)
+
+    def _running(self) -> list[Place | ShardFile]:
+        return [*self.places, *([] if self.shards is None else [self.shards])]
 
     def _bring(self, group: Subgroup) -> None:
         for entry in group.entries:
@@ -166,8 +179,8 @@ class StateTiers:
     def _go_back(self, begun: list[Subgroup]) -> None:
         """Let what rested when the step began lie there again, and forget state that came in it."""
         self._broken = True
-        for place in self.places:
-            place.abandon()
+        for running in self._running():
+            running.abandon()
         for group in begun:
             for entry in group.entries:
                 if entry.rested:

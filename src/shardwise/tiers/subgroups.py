@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,16 @@ LINE = 64  # tensors begin at lines of a cache, as torch's own do
 SUBGROUP_BYTES = 64 << 20  # large enough that a disk is at its full rate
 SUBGROUPS = 8  # at least, where there are so many parameters: a small model goes the same way as a large one
 
+
+class Sized(Protocol):
+    """Has bytes that move together."""
+
+    @property
+    def size(self) -> int:
+        """Returns them."""
+
+
+T = TypeVar("T", bound=Sized)
 Path = tuple[Any, ...]  # of a tensor within the state of one parameter: keys of dicts, places in lists
 
 
@@ -86,12 +96,18 @@ class Unit:
 
     wide    number, among the technique's `wide_masters`, of the master that moves with them; None: it stays
     states  of each parameter, path -> what its state's tensors are like
+    weights bytes of the parameters themselves, where these lie in a file of their own (`shards`)
     """
 
     params: list[nn.Parameter]
     states: list[dict[Path, Spec]]
     wide: int | None = None
     master: Spec | None = None
+    weights: int = 0
+
+    def without_state(self) -> Unit:
+        """Returns the same parameters, whose state stays where it is."""
+        return Unit(self.params, [{} for _ in self.params], weights=self.weights)
 
     @property
     def size(self) -> int:
@@ -149,7 +165,7 @@ class Subgroup:
 
 def grouped(units: Sequence[Unit]) -> list[Subgroup]:
     """Returns the units in sub-groups, in order, each closed once it has its bytes."""
-    target = min(SUBGROUP_BYTES, sum(unit.size for unit in units) // SUBGROUPS)
+    target = min(SUBGROUP_BYTES, sum(unit.size + unit.weights for unit in units) // SUBGROUPS)
     groups: list[list[Unit]] = [[]]
     size = 0
     for unit in units:
@@ -157,14 +173,14 @@ def grouped(units: Sequence[Unit]) -> list[Subgroup]:
             groups.append([])
             size = 0
         groups[-1].append(unit)
-        size += unit.size
+        size += unit.size + unit.weights
     return [Subgroup(group, number) for number, group in enumerate(filter(None, groups))]
 
 
-def dealt(units: Sequence[Unit], placed: Sequence[Placement]) -> list[list[Unit]]:
+def dealt(units: Sequence[T], placed: Sequence[Placement]) -> list[list[T]]:
     """Returns for each placement the units that lie there, by fractions of bytes; what is left over stays."""
     total, at, reached, wanted = sum(unit.size for unit in units), 0, 0.0, 0.0
-    parts: list[list[Unit]] = []
+    parts: list[list[T]] = []
     for placement in placed:
         wanted += placement.fraction * total
         part = []
