@@ -31,6 +31,7 @@ class CheckedRandom(GlobalRandom):
         super().__init__(*args, **kwargs)
         self.differences: list[str] = []
         self._compared = set[str]()
+        self._keys = set[int]()  # of this micro-batch's draws
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the result of a random operation, drawn by global index."""
@@ -39,7 +40,32 @@ class CheckedRandom(GlobalRandom):
         if func in DRAWS and func is not torch.ops.aten.multinomial.default and told not in self._compared:
             self._compared.add(told)
             self.differences += difference(func, args, kwargs)
+        key = self.paths.key()
+        if torch._C._current_graph_task_id() < 0:  # what runs again in backward draws the same
+            if key in self._keys:
+                self._tell(f"{func} draws what another operation of the same micro-batch has drawn")
+            self._keys.add(key)
         return super().answer(func, args, kwargs)
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Starts a micro-batch."""
+        super().begin(*args, **kwargs)
+        self._keys.clear()
+
+    def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
+        """Returns the bits, of which no two are the same, or which of them are below `rate`."""
+        bits = super()._drawn(key, path, func, shape, device, like, None)
+        if len(bits.unique()) < bits.numel():
+            self._tell(f"{func} draws the same number for several elements")
+        if rate is None:
+            return bits
+        below = super()._drawn(key, path, func, shape, device, like, rate)
+        if not torch.equal(below, bits.double() * 2.0**-53 < rate):
+            self._tell(f"{func} takes other elements for less than {rate:g} than those whose numbers are")
+        return below
+
+    def _tell(self, sentence: str) -> None:
+        self.differences += [] if sentence in self.differences else [sentence]
 
 
 def difference(func: Any, args: tuple, kwargs: dict) -> list[str]:
