@@ -21,6 +21,7 @@ from shardwise.random.hashing import hashed, is_below
 
 NUMBERS = 2**15  # of each draw that is compared: a rate of 0.1 is told from one of 0.085
 SIGMAS = 6.0
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _KEY = 0x243F6A8885A308D3
 
 
@@ -46,6 +47,13 @@ class CheckedRandom(GlobalRandom):
                 self._tell(f"{func} draws what another operation of the same micro-batch has drawn")
             self._keys.add(key)
         return super().answer(func, args, kwargs)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # what casts there were inside is left out by now (`trace/double`), on both sides
+        narrow = (kwargs or {}).get("dtype") in NARROW and torch._C._current_graph_task_id() < 0
+        if narrow and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
+            self._tell(f"{func} rounds float64 to {kwargs['dtype']}, on both sides")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """Starts a micro-batch."""

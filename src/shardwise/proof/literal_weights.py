@@ -74,7 +74,7 @@ def _other_widths(model: Callable[[], nn.Module], drawn: list[str], values: Valu
         return []
     # what all elements of a weight share is as far apart in two runs of the constructor
     others = max(_apart(drawn, _constructed(model, seed)[1], first) for seed in range(2, 2 + RUNS))
-    if ours <= SIGMAS + 2 * others:
+    if ours <= 2 * others:
         return []
     return ["drawn weights begin with numbers of another mean or width than their constructor draws"]
 

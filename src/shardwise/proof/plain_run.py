@@ -78,7 +78,9 @@ class RunRecord:
     read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
     position: int | None = None  # samples read
-    differences: list[str] = field(default_factory=list)  # of the plain loop itself from what torch does
+    differences: list[str] = field(
+        default_factory=list
+    )  # beside the other side: from what torch does, unreadable files
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
