@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "tasks", "kit")]
 
+from mutations.both_rooms import ROOMS  # noqa: E402
 from mutations.bugs import HERE, M, bug  # noqa: E402
 from mutations.plant import Bug, BuggyPool, NotPlanted, planted  # noqa: E402
 from mutations.run import FAILS, _caught, _proof  # noqa: E402
@@ -130,7 +131,7 @@ PARTS = [
         HERE + "momentum", "dp_shard=2,zero=2"),
 ]  # fmt: skip
 
-BOTH = DEALING + LOSS + OPTIMIZER + RANDOM + DATA + BESIDE + DTYPES + PARTS
+BOTH = DEALING + LOSS + OPTIMIZER + RANDOM + DATA + BESIDE + DTYPES + PARTS + ROOMS
 
 
 def try_both(planted_bug: Bug, pool: Any, *, thorough: bool = False) -> tuple[str, int]:

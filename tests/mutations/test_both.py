@@ -13,7 +13,7 @@ QUICK = ("later rows of a causal block are masked as the first",)
 
 
 def test_every_bug_on_both_sides_has_a_place_and_a_name_of_its_own() -> None:
-    assert len(BY_NAME) == len(BOTH) >= 40
+    assert len(BY_NAME) == len(BOTH) >= 80
     for bug in BOTH:
         with planted(bug) as ran:
             assert ran() == 0

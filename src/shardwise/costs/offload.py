@@ -33,7 +33,7 @@ BUFFERS = 3  # of a disk, in the host's memory (tiers/disk)
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The cost of an update's moves: seconds, and one rank's bytes of optimizer state in each tier, of weights on disk."""
+    """The cost of an update's moves: seconds; one rank's bytes of optimizer state in each tier, of weights on disk."""
 
     link_s: float
     disk_s: float

@@ -21,6 +21,7 @@ from shardwise.random.hashing import hashed, is_below
 
 NUMBERS = 2**15  # of each draw that is compared: a rate of 0.1 is told from one of 0.085
 SIGMAS = 6.0
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _KEY = 0x243F6A8885A308D3
 
 
@@ -31,6 +32,7 @@ class CheckedRandom(GlobalRandom):
         super().__init__(*args, **kwargs)
         self.differences: list[str] = []
         self._compared = set[str]()
+        self._keys = set[int]()  # of this micro-batch's draws
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the result of a random operation, drawn by global index."""
@@ -39,7 +41,39 @@ class CheckedRandom(GlobalRandom):
         if func in DRAWS and func is not torch.ops.aten.multinomial.default and told not in self._compared:
             self._compared.add(told)
             self.differences += difference(func, args, kwargs)
+        key = self.paths.key()
+        if torch._C._current_graph_task_id() < 0:  # what runs again in backward draws the same
+            if key in self._keys:
+                self._tell(f"{func} draws what another operation of the same micro-batch has drawn")
+            self._keys.add(key)
         return super().answer(func, args, kwargs)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # what casts there were inside is left out by now (`trace/double`), on both sides
+        narrow = (kwargs or {}).get("dtype") in NARROW and torch._C._current_graph_task_id() < 0
+        if narrow and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
+            self._tell(f"{func} rounds float64 to {kwargs['dtype']}, on both sides")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Starts a micro-batch."""
+        super().begin(*args, **kwargs)
+        self._keys.clear()
+
+    def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
+        """Returns the bits, of which no two are the same, or which of them are below `rate`."""
+        bits = super()._drawn(key, path, func, shape, device, like, None)
+        if len(bits.unique()) < bits.numel():
+            self._tell(f"{func} draws the same number for several elements")
+        if rate is None:
+            return bits
+        below = super()._drawn(key, path, func, shape, device, like, rate)
+        if not torch.equal(below, bits.double() * 2.0**-53 < rate):
+            self._tell(f"{func} takes other elements for less than {rate:g} than those whose numbers are")
+        return below
+
+    def _tell(self, sentence: str) -> None:
+        self.differences += [] if sentence in self.differences else [sentence]
 
 
 def difference(func: Any, args: tuple, kwargs: dict) -> list[str]:

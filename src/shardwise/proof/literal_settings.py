@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.proof.literal import groups
+from shardwise.random.reading_seeds import drawing
 
 MOST_LOOKED_AT = 2000  # steps of a schedule, spread evenly
 NEAR = 1e-12
@@ -55,6 +56,31 @@ def _rates(task: Any) -> list[float]:
     return [float(group["lr"]) for group in made.param_groups if group.get("lr") is not None]
 
 
+def _adapters(lora: Any, job: Any) -> list[str]:
+    """Returns a sentence for the first adapter whose factor or dropout is not what `[lora]` says."""
+    if lora.rank is None:
+        return []
+    factor = (lora.rank if lora.alpha is None else lora.alpha) / (lora.rank**0.5 if lora.rslora else lora.rank)
+    for path, layer in job.build_task().model().named_modules():
+        for name, scaling in getattr(layer, "scaling", {}).items():
+            dropped = getattr(layer.lora_dropout[name], "p", 0.0)
+            if (layer.r[name], dropped) != (lora.rank, lora.dropout) or abs(scaling - factor) > NEAR * abs(factor):
+                return [f"the adapter of '{path}' has rank {layer.r[name]}, factor {scaling:g} and dropout "
+                        f"{dropped:g}; [lora] makes them {lora.rank}, {factor:g} and {lora.dropout:g}"]  # fmt: skip
+    return []
+
+
+def _reads(seed: int) -> list[str]:
+    """Returns a sentence where two samples, or one of them in two epochs, are read with the same random numbers."""
+    seeds = set()
+    for epoch in range(2):
+        with drawing(seed, epoch, 0) as drawn:
+            for sample in range(2):
+                drawn.sample(sample)
+                seeds.add(torch.default_generator.initial_seed())
+    return [] if len(seeds) == 4 else ["samples, or epochs, are read with one another's random numbers"]
+
+
 def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> list[str]:
     """Returns a sentence for each thing that a job has settled otherwise.
 
@@ -73,6 +99,7 @@ def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> l
             rule = f"scale_lr={config.optimizer.scale_lr}"
             told.append(f"{rule} makes a learning rate of {unscaled:g} {times * unscaled:g}, the run {made:g}")
             break
+    told += _adapters(config.lora, job) + _reads(config.train.seed)
     looked_at = sorted({total * index // MOST_LOOKED_AT for index in range(MOST_LOOKED_AT)} | {total - 1})
     for step in looked_at:
         if abs(run_factor(step) - factor(config.schedule, total, step)) > NEAR:

@@ -20,9 +20,11 @@ from shardwise.device import attention_as_ops, pick_device
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.look.replaced_parameters import as_one_process
+from shardwise.proof import literal_weights
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.literal import bounds, call_of, loss_of, optimizer_of, samples_of
 from shardwise.proof.literal_draws import CheckedRandom
+from shardwise.proof.literal_rollout import literal_rollout
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
@@ -51,7 +53,9 @@ class Look:
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
     """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
+    task = literal_rollout(task)
     module = plain_module(task, settings)
+    unlike = literal_weights.differences(task, module) if look is None and not settings.nudge else []
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     eps = EpsWatch(named, optimizer, task.optimizer)
@@ -108,7 +112,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
         record.trained.discard(name)
         del record.initial[name]
     record.notices += eps.notes()
-    record.differences += random.differences
+    record.differences += unlike + random.differences
     if len(set(random.seeds.values())) < len(random.seeds):
         record.differences.append("two micro-batches, or steps, draw their masks from one seed")
     if arithmetic.met:
@@ -123,9 +127,9 @@ class _Noted(CheckedRandom):
         super().__init__(dims)
         self.seeds: dict[tuple[int, int], int] = {}
 
-    def begin(self, seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
+    def begin(self, seed: int, step: int, micro_batch: int, *args: Any, **kwargs: Any) -> None:
         """Starts a micro-batch."""
-        super().begin(seed, step, micro_batch, samples, alone=alone)
+        super().begin(seed, step, micro_batch, *args, **kwargs)
         self.seeds[step, micro_batch] = torch.initial_seed()
 
 

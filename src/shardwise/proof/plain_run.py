@@ -23,12 +23,14 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
+from shardwise.proof import literal_weights
 from shardwise.proof.literal import evaluating, loss_of, optimizer_of, samples_of
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.literal_order import sample_at
+from shardwise.proof.literal_rollout import literal_rollout
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
-from shardwise.proof.visited import literal
+from shardwise.proof.visited import literal, one_by_one
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.reading_seeds import drawing
 from shardwise.step.batching import samples_in
@@ -76,12 +78,16 @@ class RunRecord:
     read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
     position: int | None = None  # samples read
-    differences: list[str] = field(default_factory=list)  # of the plain loop itself from what torch does
+    differences: list[str] = field(
+        default_factory=list
+    )  # beside the other side: from what torch does, unreadable files
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
+    task = literal_rollout(task)
     module = plain_module(task, Settings(seed=settings.seed))
+    unlike = literal_weights.differences(task, module)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     if needs_closure(optimizer):
@@ -111,7 +117,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 of_average.pop("weight")  # a run writes none beside the average's loss
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
-    record.differences = random.differences
+    record.differences = unlike + random.differences
     record.saved = _state_dict(module)  # before the optimizer evaluates: what training goes on from
     with evaluating(optimizer):
         record.weights = _state_dict(module)
@@ -155,9 +161,12 @@ def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
     indices = _order(task.data, settings)
     while True:
         for first in range(epoch * length, (epoch + 1) * length, settings.batch):
+            chosen = indices(first, min(first + settings.batch, (epoch + 1) * length))
             with drawing(settings.seed, epoch, first):
-                batch = task.data.read(indices(first, min(first + settings.batch, (epoch + 1) * length)))
-            yield batch
+                batch = task.data.read(chosen)
+            with drawing(settings.seed, epoch, first) as drawn:
+                apart = one_by_one(task.data, chosen)
+            yield batch if apart is None or drawn.together else apart
         epoch += 1
 
 

@@ -8,6 +8,7 @@ So pieces that are labelled wrongly differ, though the plan that wrote them woul
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from shardwise.checkpoint.inspect import opened, state_dict_names
@@ -17,14 +18,19 @@ from shardwise.errors import InputError
 from shardwise.proof.compare_records import tensor_error
 from shardwise.proof.outcome import GRADIENT_FLOOR, Parity
 from shardwise.proof.plain_run import RunRecord
+from shardwise.training.keeping import SAVED_ALL_THE_SAME
 
 
 def read_saved(folder: Path, record: RunRecord) -> None:
     """Put what the newest checkpoint under a run's folder holds into the record, whole; nothing where there is none."""
     try:
         stored = opened(folder / "checkpoints")
-    except InputError:  # an optimizer whose state has no place in one: the run has said so
-        return
+    except InputError as error:
+        if any((folder / "checkpoints").glob("step-*")):
+            record.differences.append(f"the run's checkpoint cannot be read: {error}")
+        notices = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["notices"]
+        record.differences += [f"the run saved nothing: {notice}" for notice in notices if SAVED_ALL_THE_SAME in notice]
+        return  # of an optimizer whose state has no place in one: the run has said so
     with stored:
         assert stored.manifest is not None
         whole = {

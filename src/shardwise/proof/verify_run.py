@@ -302,7 +302,7 @@ def _read(folder: Path) -> RunRecord:
 
 
 def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
-    parity.differences += single.differences
+    parity.differences += single.differences + ranks.differences
     if len(single.steps) != len(ranks.steps):
         parity.differences.append(f"the run took {len(ranks.steps)} steps, the plain loop {len(single.steps)}")
     if sorted(single.evaluations) != sorted(ranks.evaluations):

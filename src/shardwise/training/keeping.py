@@ -42,6 +42,7 @@ from shardwise.training.stragglers import Stragglers
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
 MOST_STEPS = 1000
 BEST = "best.safetensors"
+SAVED_ALL_THE_SAME = "; every step is done, and the weights are in"  # behind what a last save failed with
 _REMEDY = (
     'loss_scope="model" of the task has every rank run the model on all samples; or add up what it is made of by '
     "torch.distributed.all_reduce in the forward"
@@ -325,7 +326,7 @@ class Keeper:
         self._failures += 1
         # every step is done and the weights are written: a last checkpoint that fails is no failure of the run
         if self._weights is not None:
-            self.engine.notices.append(f"{error}; every step is done, and the weights are in {self._weights}")
+            self.engine.notices.append(f"{error}{SAVED_ALL_THE_SAME} {self._weights}")
             return
         if self._failures > 1 or final:
             raise error

@@ -1,0 +1,56 @@
+"""A roll-out, written again for the one process: K steps, each with its own targets and forcings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.rollouts import _Loss, _Made
+from shardwise.task import Task
+
+
+class LiteralRollout(nn.Module):
+    """The one-step module, run for each of the targets along dim 1, from its own last result."""
+
+    def __init__(self, step: nn.Module, of: Any):
+        super().__init__()
+        self.step, self._of = step, of
+
+    def forward(self, batch: Any) -> tuple[Any, ...]:
+        """Returns the outputs of all steps."""
+        outputs: list[Any] = []
+        for k, now in enumerate(_batches(self._of, batch, outputs)):
+            args, kwargs = self._of.task.inputs(now)
+            outputs.append(self.step(*args, **kwargs))
+            assert len(outputs) == k + 1
+        return tuple(outputs)
+
+
+def _batches(of: Any, batch: Any, outputs: Any) -> Any:
+    """Yields the batch of each step; its state is what `advance` makes of the output before."""
+    state = batch[of.state]
+    for k in range(batch[of.targets].shape[1]):
+        now = dict(batch)
+        for name in of.forcings:
+            now[name] = batch[name][:, k].detach()
+        now[of.state], now[of.targets] = state, batch[of.targets][:, k]
+        yield now
+        state = of.advance(outputs[k], now)
+
+
+def literal_rollout(task: Task) -> Task:
+    """Returns a task of K steps as the one process takes them; any other as it is."""
+    if not isinstance(task.model, _Made) or not isinstance(task.loss, _Loss):
+        return task
+    of = task.model.steps
+
+    def loss(outputs: tuple[Any, ...], batch: Any) -> tuple:
+        total = weight = 0.0
+        for k, now in enumerate(_batches(of, batch, outputs)):
+            one, count = of.task.loss(outputs[k], now)
+            times = of.weights[k] if of.weights else 1.0
+            total, weight = total + times * one, weight + times * count
+        return total, weight
+
+    return task.with_(model=lambda: LiteralRollout(of.task.model(), of), loss=loss)
