@@ -136,9 +136,9 @@ def prepare(
     plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)
     unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
-    if proof is not None and proof.plain:
+    if proof is not None and proof.job.plain:
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
-    loss_scope = (proof and proof.scope) or loss_scope  # type: ignore[assignment]
+    loss_scope = (proof and proof.job.scope) or loss_scope  # type: ignore[assignment]
     model = as_one(model)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)

@@ -31,8 +31,8 @@ from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof import receipts
 from shardwise.scripts.proof.cause import Difference, cause_of
 from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
-from shardwise.scripts.proof.recorder import ScriptRecord
-from shardwise.scripts.proof.run_script import ScriptJob, run_in_proof
+from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
+from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
 if TYPE_CHECKING:
