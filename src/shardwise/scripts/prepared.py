@@ -382,17 +382,7 @@ class Prepared(Stepping):
     @property
     def notices(self) -> list[str]:
         """What is worth knowing about this run, found so far. Each is printed once, by rank 0."""
-        draws = self.calls.draws
-        followed = draws.followed if draws is not None else ""
-        said = [
-            f"the model's random numbers ({followed}, as in dropout) are those of one process: every rank draws "
-            'all and keeps its samples\'; randomness="fast" lets each rank draw its own'
-        ]
-        return [
-            *(self._engine.notices if self._engine is not None else []),
-            *self.loader.notices,
-            *(said if followed else []),
-        ]
+        return [*(self._engine.notices if self._engine is not None else []), *self.loader.notices]
 
     @property
     def engine(self) -> Engine:
