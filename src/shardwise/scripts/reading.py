@@ -133,7 +133,8 @@ class Generators:
 
     def __init__(self, loader: Any) -> None:
         self._own = [(generator, generator.get_state()) for generator in _own_generators(loader)]
-        self._states = {each.key.rpartition("/")[2]: each.tensor for each in generators_held(0, current_device())}
+        with torch.device("cpu"):  # whatever torch's default is
+            self._states = {each.key.rpartition("/")[2]: each.tensor for each in generators_held(0, current_device())}
 
     def restore(self) -> None:
         """Put all generators back in the states noted."""
