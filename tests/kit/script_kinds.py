@@ -1089,16 +1089,16 @@ for p in model.parameters():
 optimizer.step()
 == average_in_a_hook: pieces values plans=sharded
 -- before
-average = [p.detach().clone() for p in model.parameters()]
-optimizer.register_step_post_hook(
-    lambda *_: [a.lerp_(p.detach(), 0.1) for a, p in zip(average, model.parameters())] and None
-)
--- epoch losses.append(float(sum(a.abs().sum() for a in average)))
--- right before average = [p.detach().clone() for p in model.parameters()]
+average = copy.deepcopy(model).requires_grad_(False)
+def follow(*_):
+    for a, p in zip(average.parameters(), model.parameters()):
+        a.lerp_(p.detach(), 0.1)
+optimizer.register_step_post_hook(follow)
+-- right before average = copy.deepcopy(model).requires_grad_(False)
 -- right after
-for a, p in zip(average, model.parameters()):
+for a, p in zip(average.parameters(), model.parameters()):
     a.lerp_(p.detach(), 0.1)
-== written_in_a_hook: pieces values plans=zero2
+== written_in_a_hook: pieces values plans=sharded
 -- before
 @torch.no_grad()
 def shorten(*_):

@@ -378,6 +378,8 @@ def mistaken(plan: str, case: str) -> None:
         if case == "state loaded":
             with prepared.whole(state=True):
                 optimizer.load_state_dict(optimizer.state_dict())
+        if case == "state" and step == 4:
+            optimizer.state[model.head.weight]["exp_avg"].zero_()
         if case == "group's std":
             sum(param.data.std() for group in optimizer.param_groups for param in group["params"])
         optimizer.step()
@@ -426,6 +428,8 @@ REFUSED: list[tuple] = [
     (mistaken, "dp_shard=2,zero=3", "state loaded", InputError, r"state_dict\(\) within prepared.whole.*line \d+"),
     (mistaken, "tp=2", "penalty", InputError, r"is differentiated.*before or after the with block.*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
+    (mistaken, "dp_shard=2,zero=2", "state", RefusedPlan,
+     r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "gradient", RefusedPlan,
      r"autograd.grad.*of this rank's samples alone.*line \d+: torch"),
     (mistaken, "tp=2", "gradient", RefusedPlan, r"autograd.grad\(..., parameters\).*line \d+: .*head"),

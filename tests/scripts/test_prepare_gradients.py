@@ -372,39 +372,6 @@ def test_a_model_within_a_transform_is_refused(plan: str, before: bool, pool: Ra
         pool.run(transformed, 2, plan, before)
 
 
-# --- backwards of the script's own
-
-
-def information(plan: str | None) -> list[float]:
-    """After a loop, squares of gradients by the script's own backward (a Fisher information), sample by sample."""
-    prepared, model, optimizer, loader = begin(plan, net(), batches(8))
-    for x, y in loader:
-        optimizer.zero_grad()
-        back(prepared, mse(model, x, y))
-        optimizer.step()
-    told = []
-    for x, y in batches(2, 1):
-        optimizer.zero_grad()
-        mse(model, x, y).backward()
-        told.append(float(sum(param.grad.square().sum() for param in model.parameters())))
-    return told
-
-
-def plain_backward(plan: str) -> None:
-    _, model, optimizer, loader = begin(plan, net(), batches(12))
-    for x, y in loader:
-        mse(model, x, y).backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2"])
-def test_a_backward_of_its_own_is_told(plan: str, pool: RankPool) -> None:
-    with pytest.raises(
-        InputError, match=r"loss.backward\(\) or another.*call prepared.backward.*line \d+: optimizer.step"
-    ):
-        pool.run(plain_backward, 2, plan)
-
-
 # --- all of them: a script, a plan, what it is given
 
 
@@ -433,6 +400,5 @@ test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 REFUSED: list[tuple] = [
     (never_finite, "dp_shard=2,zero=2", RunError, r"not finite in step 0.*optimizer.step\(\)"),
     (searched, "dp_shard=2,zero=3", True, RefusedPlan, r"backward of the script's own.*deepcopy.*line \d+: gates.step"),
-    (information, "tp=2", RefusedPlan, r"backward of the script's own.*deepcopy.*line \d+: told"),
 ]  # fmt: skip
 test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

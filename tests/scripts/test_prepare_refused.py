@@ -1,8 +1,7 @@
-"""What would differ, hang or be lost on ranks is named: weights, buffers, data and calls of one rank; wrappers."""
+"""What would differ or be lost on ranks is named: weights, buffers and data of one rank; wrappers."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -62,60 +61,6 @@ def test_a_later_group_is_of_what_the_plan_has() -> None:
     ):
         with pytest.raises(InputError, match=why):
             optimizer.add_param_group({"params": param})
-
-
-# --- calls that one rank makes
-
-
-def on_one_rank(plan: str, case: str) -> None:
-    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
-    for x, y in loader:
-        prepared.backward(mse(model, x, y))
-        optimizer.step()
-        optimizer.zero_grad()
-        if case == "another" and prepared.rank == 1:
-            model.state_dict()
-        elif case in ("model", "another") and prepared.rank == 0:
-            model.layers.state_dict() if case == "model" else optimizer.state_dict()
-        if case == "optimizer" and prepared.rank == 1:
-            optimizer.state_dict()
-        if case == "evaluates" and prepared.rank == 0:
-            with torch.no_grad():
-                model(x)
-        if case == "steps" and prepared.rank == 0:
-            optimizer.step()
-        if case == "draws" and prepared.rank == 0:
-            with torch.no_grad():
-                model(torch.randn(3, 6).double())
-    if case == "at the end" and prepared.rank == 0:
-        prepared.meeting.wait_s = 0.2
-        prepared.save_weights("/nowhere")
-    if case == "pickled":
-        torch.save(model, io.BytesIO())
-
-
-BOTH = r"rank . comes to {} \[.*line \d+.*, and rank . to {} \[.*line \d+"
-
-
-@pytest.mark.parametrize(
-    ("plan", "case", "words"),
-    [
-        ("dp_shard=2,zero=3", "model", BOTH.format(*[r"(layers.state_dict\(\)|a forward in training)"] * 2)),
-        ("dp_shard=2,zero=1", "optimizer", BOTH.format(*[r"(optimizer.state_dict\(\)|a forward in training)"] * 2)),
-        ("tp=2", "another", BOTH.format(*[r"(model|optimizer).state_dict\(\)"] * 2)),
-        ("dp_replicate=2", "draws", "under if rank == 0 .an evaluation that draws its batches"),
-        ("dp_shard=2,zero=2", "at the end", "rank 0 comes to save_weights.*and rank 1 did not come in 0.2 s"),
-        ("dp_shard=2,zero=3", "pickled", r"save model.state_dict\(\) \(of every rank"),
-        ("dp_replicate=2", "pickled", r"save model.state_dict\(\) \(of every rank"),
-        pytest.param("dp_shard=2,zero=3", "evaluates", BOTH.format(*["a forward (in training|without gradients)"] * 2),
-                     marks=pytest.mark.long),
-        pytest.param("dp_replicate=2", "steps", "comes to .*as often as the others.*refused.py, line",
-                     marks=pytest.mark.long),
-    ],
-)  # fmt: skip
-def test_what_one_rank_cannot_do_is_named(plan: str, case: str, words: str, pool: RankPool) -> None:
-    with pytest.raises((RunError, RefusedPlan), match=words):
-        pool.run(on_one_rank, 2, plan, case, timeout_s=60)
 
 
 # --- weights that do not move as they should

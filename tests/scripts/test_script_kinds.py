@@ -16,7 +16,8 @@ QUICK = (
     "centers_of_classes", "noise_by_numpy", "workers_that_draw", "rate_by_samples_seen", "written_on_one_rank",
     "statistics_of_an_average", "model_takes_the_mean_off", "code_book", "draws_behind_the_first_batch",
     "output_as_long_as_the_longest", "penalty_before_the_first_forward", "views_side_by_side", "head_made_anew",
-    "group_added_later", "norm_behind_its_own_backward",
+    "group_added_later", "norm_behind_its_own_backward", "average_in_a_hook", "written_in_a_hook",
+    "clip_in_a_hook_of_the_optimizer",
 )  # fmt: skip
 # the text is wrong in one process as well, which --against the script as it was tells
 ALIKE = ("divided_twice",)

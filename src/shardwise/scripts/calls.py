@@ -124,7 +124,7 @@ class Calls(Loop):
 
     def _held_beside(self) -> Share | None:
         """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand."""
-        return self.leader.other.part
+        return self.leader.other.local
 
     # --- the model
 

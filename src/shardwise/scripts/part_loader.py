@@ -269,36 +269,46 @@ class PartLoader:
 
 
 class Events:
-    """What a loop does between batches; here nothing."""
+    """What is done between a loader's batches (of the main one: `Loop`); here for one beside it (`Prepared.split`)."""
+
+    def __init__(self) -> None:
+        self.local: Share | None = None  # what this rank has of the batch at hand
+        self.pauses: Callable[[], None] = lambda: None  # stops dealing draws, while the loader makes its iterator
+        self.goes_on: Callable[[], None] = lambda: None
+        self.ran = self.since = False  # there was a batch, ever, and since the main one's is at hand
 
     def here(self) -> Events:
         """Returns what is told of an epoch that the thread which asks goes through."""
         return self
 
     def before_epoch(self) -> None:
-        """Called when the script asks for an iterator."""
+        """The script asks for an iterator: what the loader draws now is alike on every rank."""
+        self.pauses()
 
     def goes_beside(self) -> bool:
-        """Whether losses are of another loader's samples too."""
-        return False
+        """Whether each sample is to be held once where there are enough: scripts count held-out ones by len(batch)."""
+        return True
 
     def before_first(self, look: list[float], checksum: int) -> None:
         """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
-        """Called with each batch handed out; `checksum` is equal on ranks that have parts of the same samples.
+        """A batch is handed out; `checksum` is equal on ranks that have parts of the same samples.
 
         dim     of its tensors that counts the samples, where known
         """
+        self.goes_on()
+        self.local, self.ran, self.since = dealt.local, True, True
 
     def after_batch(self) -> None:
-        """Called when the script asks for the next batch."""
+        """The script asks for the next batch."""
 
     def after_all(self) -> None:
-        """Called where the script asks for a batch beyond the last one, which every rank does."""
+        """The script asks for a batch beyond the last one, which every rank does."""
 
     def after_epoch(self) -> None:
-        """Called once when the script's loop over the loader has ended, or was left by `break`."""
+        """The script's loop over the loader has ended, or was left by `break`."""
+        self.local = None
 
 
 class PartSampler:

@@ -137,9 +137,9 @@ def prepare(
     plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)
     unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
-    if proof is not None and proof.plain:
+    if proof is not None and proof.job.plain:
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
-    loss_scope = (proof and proof.scope) or loss_scope  # type: ignore[assignment]
+    loss_scope = (proof and proof.job.scope) or loss_scope  # type: ignore[assignment]
     model = as_one(model)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
@@ -385,17 +385,7 @@ class Prepared(Stepping):
     @property
     def notices(self) -> list[str]:
         """What is worth knowing about this run, found so far. Each is printed once, by rank 0."""
-        draws = self.calls.draws
-        followed = draws.followed if draws is not None else ""
-        said = [
-            f"the model's random numbers ({followed}, as in dropout) are those of one process: every rank draws "
-            'all and keeps its samples\'; randomness="fast" lets each rank draw its own'
-        ]
-        return [
-            *(self._engine.notices if self._engine is not None else []),
-            *self.loader.notices,
-            *(said if followed else []),
-        ]
+        return [*(self._engine.notices if self._engine is not None else []), *self.loader.notices]
 
     @property
     def engine(self) -> Engine:

@@ -22,8 +22,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import DataLoader, default_collate, default_convert
 
+from shardwise.checkpoint.holdings import generators as generators_held
+from shardwise.checkpoint.holdings import set_generator
 from shardwise.comm import Axis, gather_json
-from shardwise.device import current_device, generator_state, generators, set_generator_state
+from shardwise.device import current_device, generators
 from shardwise.layout.dealing import Share
 from shardwise.scripts.spread import tensors_of
 from shardwise.step.batching import check_samples, samples_in, slice_samples
@@ -131,42 +133,27 @@ class Generators:
 
     def __init__(self, loader: Any) -> None:
         self._own = [(generator, generator.get_state()) for generator in _own_generators(loader)]
-        self._state = torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
-        self._of_device = generator_state(current_device())
+        with torch.device("cpu"):  # whatever torch's default is
+            self._states = {each.key.rpartition("/")[2]: each.tensor for each in generators_held(0, current_device())}
 
     def restore(self) -> None:
         """Put all generators back in the states noted."""
         for generator, state in self._own:
             generator.set_state(state)
-        torch.set_rng_state(self._state[0])
-        np.random.set_state(self._state[1])
-        random.setstate(self._state[2])
-        if self._of_device is not None:
-            set_generator_state(current_device(), self._of_device)
+        for name, state in self._states.items():
+            set_generator(name, state, current_device())
 
     def as_json(self) -> dict[str, Any]:
         """Returns the state of all generators as values that JSON holds."""
-        numpys: Any = self._state[1]
-        version, words, gauss = self._state[2]
-        return {
-            "torch": _text(self._state[0]),
-            "numpy": [numpys[0], numpys[1].tolist(), *numpys[2:]],
-            "python": [version, list(words), gauss],
-            "loader": [_text(state) for _, state in self._own],
-            "device": None if self._of_device is None else _text(self._of_device),
-        }
+        return {"loader": [_text(state) for _, state in self._own], **{k: _text(v) for k, v in self._states.items()}}
 
     @classmethod
     def from_json(cls, loader: Any, saved: dict[str, Any]) -> Generators:
         """Returns the states of generators that `as_json` gave, in this run or another."""
         restored = cls(loader)
         restored._own = [(g, _bytes(text)) for g, text in zip(_own_generators(loader), saved["loader"], strict=False)]
-        name, keys, *rest = saved["numpy"]
-        version, words, gauss = saved["python"]
-        numpys: Any = (name, np.array(keys, dtype=np.uint32), *rest)
-        own = saved.get("device")
-        restored._of_device = None if own is None or restored._of_device is None else _bytes(own)
-        restored._state = _bytes(saved["torch"]), numpys, (version, tuple(words), gauss)
+        for name, state in restored._states.items():
+            restored._states[name] = _bytes(saved[name]).view(state.dtype) if name in saved else state
         return restored
 
 

@@ -41,7 +41,6 @@ from torch.utils._pytree import tree_map_only
 from shardwise.device import current_device, generators
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
-from shardwise.part import Part
 from shardwise.part.rules.random import draws_of_one_process
 from shardwise.random import BatchDims
 from shardwise.scripts.script_lines import names_line
@@ -166,7 +165,6 @@ class SampleDraws(TorchFunctionMode):
         self._dims = BatchDims()  # of draws that the look at the model has seen
         self._op = ""  # under way
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
-        self.followed = ""  # the first op of the model whose draws were dealt to samples
         self._stands: list[bytes] = []  # where the generators were left by what was seen
         self.seen = False  # something was drawn while draws were followed
         self._stood: list[bytes] = []  # the generators, while draws are not followed
@@ -271,8 +269,6 @@ class SampleDraws(TorchFunctionMode):
         part = found_part
         rows, total = part.count, part.total
         if rows == total:  # positions alone are cut
-            if self.inside and not self.followed and any(isinstance(arg, Part) for arg in args):
-                self.followed = str(func.overloadpacket).removeprefix("aten.")
             with draws_of_one_process():
                 return func(*args, **kwargs)
         if func.overloadpacket is torch.ops.aten.randperm and named["n"] == rows:
@@ -312,8 +308,6 @@ class SampleDraws(TorchFunctionMode):
             return func(*args, **kwargs)
         if asks_by_values(func):
             raise RefusedPlan(_BY_VALUES.format(str(func.overloadpacket).removeprefix("aten.")))
-        if self.inside and not self.followed:
-            self.followed = str(func.overloadpacket).removeprefix("aten.")
         with draws_of_one_process():
             output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:

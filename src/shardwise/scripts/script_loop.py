@@ -78,33 +78,6 @@ class Handed:
         return any((held := tensor()) is not None and _storage(held) in storages for tensor in self._tensors)
 
 
-class OtherLoop(Events):
-    """The loop over another loader (`Prepared.split`) beside the main one. `part`: what this rank has of its batch."""
-
-    def __init__(self) -> None:
-        self.part: Share | None = None
-        self.pauses: Callable[[], None] = lambda: None  # stops dealing draws, while the loader makes its iterator
-        self.goes_on: Callable[[], None] = lambda: None
-        self.ran = self.since = False  # ever, and since the main batch is at hand
-
-    def goes_beside(self) -> bool:
-        """Returns True: a script counts held-out samples by len(batch), so each is held once where there are enough."""
-        return True
-
-    def before_epoch(self) -> None:
-        """What the loader draws now is alike on every rank."""
-        self.pauses()
-
-    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
-        """Note which of its samples this rank holds."""
-        self.goes_on()
-        self.part, self.ran, self.since = dealt.local, True, True
-
-    def after_epoch(self) -> None:
-        """The loop is over."""
-        self.part = None
-
-
 class Loop(Heard, Events):
     """The loader's `Events`, for one model or several that one loop trains; the first of them, `leader`, has the
     batches."""
@@ -120,7 +93,7 @@ class Loop(Heard, Events):
         self.leader: Any = leader or self
         self.together: list[Any] = leader.together if leader is not None else []
         self.together.append(self)
-        self.other: OtherLoop = leader.other if leader is not None else OtherLoop()
+        self.other: Events = leader.other if leader is not None else Events()
         if leader is None:
             self.other.pauses, self.other.goes_on = weakly(self.suspend), weakly(self.go_on)
         self.dealt: Dealt | None = leader.dealt if leader is not None else None  # the batch at hand

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
-from shardwise.scripts.guard import TAKEN, mark_like, reads_values
+from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -234,11 +235,13 @@ class OptimizerGuard:
     """Guards the pieces that a prepared optimizer holds, while the script's own code runs."""
 
     def __init__(self, weights: ScriptWeights) -> None:
-        self._kind = weights.kind(nn.Parameter, ParameterUse("never", "never"))
+        self._gate, self._kind = weights.gate, weights.kind(nn.Parameter, ParameterUse("never", "never"))
         self._masters: list[nn.Parameter] = []
 
-    def watch(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Guard from here on what an optimizer holds beside the model's own parameters."""
+    def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
+        """Guard from here on what an optimizer holds beside the model's own parameters; `state`: its state too."""
+        if state and not isinstance(optimizer.state, StateOfPieces):
+            optimizer.state = StateOfPieces(self._gate, optimizer.state)
         own = {id(param) for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._masters = [param for param in params if id(param) not in own and type(param) is nn.Parameter]
@@ -250,6 +253,23 @@ class OptimizerGuard:
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
+
+
+class StateOfPieces(defaultdict[Any, Any]):
+    """An optimizer's state by pieces, as torch keeps it; the script's own question for a whole weight's raises."""
+
+    def __init__(self, gate: Gate, state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._gate = gate
+
+    @names_line
+    def __missing__(self, key: Any) -> Any:
+        if self._gate.is_open:
+            return super().__missing__(key)
+        raise RefusedPlan(
+            "optimizer.state holds this rank's pieces of the state: read and write it in "
+            "`with prepared.whole(state=True):`; optimizer.state_dict() gives all of it"
+        )
 
 
 class OfPieces(torch.autograd.Function):

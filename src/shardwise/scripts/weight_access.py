@@ -206,7 +206,7 @@ class WeightAccess(ABC):
         self._optimizer_guard.leave()
         if self._whole_weights is not None:
             with self._gate.open():
-                self._optimizer_guard.watch(self.optimizer, self.model)
+                self._optimizer_guard.watch(self.optimizer, self.model, state=self._pieces)
 
     @contextmanager
     def plainly(self) -> Iterator[None]:

@@ -178,8 +178,6 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
     alike = max(ratios) - min(ratios) <= NEAR * abs(max(ratios))
     if form == "mean" and all(abs(share - 1) < NEAR for share in single):
         return _cause("sum_not_divided")
-    if form == "weight" and alike and abs(ratios[0] - size) < 0.25 * size and size > 1:
-        return _cause("weight_of_mean", f"every gradient is {ratios[0]:.3g} times that of one process")
     if alike:
         return _by_factor(ratios[0], {"gradient"}, form, sides)
     if form == "weight" and min(ratios) > 1.5:
@@ -188,14 +186,10 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
         )
     even = [sum(each.samples) % size == 0 for each in sides.single.steps[:step]]
     samples = sum(sides.single.steps[step].samples)
-    if all(even) and samples % size and form != "mean_over" and step and _counts(sides, step, single):
+    weighed_alike = max(single) - min(single) <= NEAR * max(map(abs, single))  # not by samples
+    if all(even) and samples % size and form != "mean_over" and step and weighed_alike:
         return _cause("uneven_only", step, samples)
     return _cause("mean_over", _ratio(single), _ratio(ranks))
-
-
-def _counts(sides: Difference, step: int, shares: list[float]) -> bool:
-    """Whether one process weighs ranks' losses alike, or by something else than their samples."""
-    return max(shares) - min(shares) <= NEAR * max(abs(share) for share in shares)
 
 
 def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Difference) -> Cause | None:

@@ -27,7 +27,7 @@ class RankSide:
 
     def apart(self, prepared: OverRanks, loss: torch.Tensor) -> None:
         """A backward begins: what this rank's loss alone asks of whole weights, where the proof looks for a cause."""
-        if not self.recorder.apart or prepared.engine.state.tensor is not None:
+        if not self.recorder.job.apart or prepared.engine.state.tensor is not None:
             return
         named = [(name, param) for name, param in prepared.model.named_parameters() if param.requires_grad]
         with prepared._gate.open():

@@ -91,8 +91,8 @@ class Plain:
         self.notices: list[str] = []
         self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
         self._calls = 0
-        if recorder.nudge:
-            _nudge(self.model, recorder.nudge)
+        if recorder.job.nudge:
+            _nudge(self.model, recorder.job.nudge)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
         self._hook(optimizer)

@@ -78,32 +78,52 @@ class ScriptRecord:
     failed: tuple[str, str] | None = None  # (kind and message, traceback)
 
 
-class ScriptRecorder:
-    """Records one process. Each model has a number, in the order of `prepare`.
+@dataclass(frozen=True)
+class ScriptJob:
+    """What a process of a proof is to run.
 
-    limit    steps of each model after which the script is ended; None: it runs to its end
-    apart    ranks also keep what each backward asks of their own samples, to find the cause of a difference
-    plain    this is the one process: `prepare` does nothing but record
-    plan     takes the place of the plan that the script gives
-    shorten  batches of an epoch that are kept beside its last one; None: all
-    scope    takes the place of the loss_scope that the script gives
+    plain       as the one process, in which `prepare` only records
+    plan        in the place of the script's own; None: its own. scope: likewise, of the loss
+    limit       steps of each model after which the script is ended; None: it runs to its end. epochs: in its place
+    shorten     batches of an epoch that are kept beside its last one; None: all
+    apart       ranks also keep what each backward asks of their own samples, to find the cause of a difference
+    exact       in float64; False: in the script's own precision
+    nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
+    foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
+    folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
+    tells       how far a slow script is, on the terminal
     """
 
-    def __init__(self, *, limit: int | None, plain: bool, plan: str | None = None, shorten: int | None = None,
-                 apart: bool = False, scope: str | None = None) -> None:  # fmt: skip
-        self.limit, self.plain, self.plan, self.shorten, self.apart = limit, plain, plan, shorten, apart
-        self.scope = scope
+    path: str
+    arguments: tuple[str, ...]
+    plain: bool
+    plan: str | None = None
+    limit: int | None = 6
+    epochs: int | None = None
+    shorten: int | None = None
+    apart: bool = False
+    scope: str | None = None
+    exact: bool = True
+    nudge: int = 0
+    foreign: bool = False
+    folder: str = "."
+    stands_in: bool = True
+    scratch: str | None = None
+    tells: bool = False
+
+
+class ScriptRecorder:
+    """Records one process that runs a job. Each model has a number, in the order of `prepare`."""
+
+    def __init__(self, job: ScriptJob) -> None:
+        self.job = job
         self.record = ScriptRecord()
         self.models: list[Any] = []  # what was prepared, by number
-        self.exact = True  # in float64; else in the precision that the script has
-        self.nudge = 0  # the seed by which weights are moved by one epsilon
-        self.epochs: int | None = None  # after which the script is ended, in the place of `limit`
         self._coming: list[StepRecord] = []  # of each model, what its next step has so far
         self._counts: list[int] = []  # steps of each model
         self._since = StepRecord(0)  # samples of the batches since the last step of any
         self._ended_epochs = 0
         self._stood: Any = None  # the generators, when the batch at hand came
-        self.tells = False  # how far it is, on the terminal
         self._said = time.monotonic()
 
     # --- what is told of models
@@ -111,9 +131,9 @@ class ScriptRecorder:
     def plan_for(self, given: Plan) -> Plan:
         """Returns the plan to prove in the place of the one that the script gives, with its accumulate."""
         self.record.plans.append(str(given))
-        plan = given if self.plan is None else Plan.parse(self.plan)
+        plan = given if self.job.plan is None else Plan.parse(self.job.plan)
         accumulate = given.accumulate if plan.accumulate == 1 else plan.accumulate
-        return plan.with_(accumulate=accumulate).exact("fp64" if self.exact else "fp32")
+        return plan.with_(accumulate=accumulate).exact("fp64" if self.job.exact else "fp32")
 
     def add(self, prepared: Any, named: Named, trained: set[str]) -> int:
         """Begin with a model that was prepared; returns its number."""
@@ -130,9 +150,9 @@ class ScriptRecorder:
 
     def may_go_on(self) -> None:
         """Raise `Enough` where every model has taken its steps; called where a backward begins, on every rank."""
-        enough = self.limit is not None and self._counts and min(self._counts) >= self.limit
-        many = self.limit is not None and sum(self._counts) >= 4 * self.limit * max(1, len(self._counts))
-        if enough or many or (self.epochs is not None and self._ended_epochs >= self.epochs):
+        enough = self.job.limit is not None and self._counts and min(self._counts) >= self.job.limit
+        many = self.job.limit is not None and sum(self._counts) >= 4 * self.job.limit * max(1, len(self._counts))
+        if enough or many or (self.job.epochs is not None and self._ended_epochs >= self.job.epochs):
             raise Enough
 
     def loss(self, model: int, value: float, form: str) -> None:
@@ -178,9 +198,13 @@ class ScriptRecorder:
 
     def _tell_progress(self, model: int) -> None:
         """Say how far a slow script is, by rank 0."""
-        if self.tells and time.monotonic() - self._said > SECONDS and not (dist.is_initialized() and dist.get_rank()):
+        if (
+            self.job.tells
+            and time.monotonic() - self._said > SECONDS
+            and not (dist.is_initialized() and dist.get_rank())
+        ):
             self._said = time.monotonic()
-            of = f" of {self.limit}" if self.limit is not None else ""
+            of = f" of {self.job.limit}" if self.job.limit is not None else ""
             print(f"verify: step {self._counts[model]}{of}", file=sys.__stderr__, flush=True)
 
     # --- what is told of batches
@@ -300,7 +324,7 @@ class FirstAndLast:
 
 def shortened(loader: Any, recorder: ScriptRecorder) -> Any:
     """Returns the loader, whose epochs have become short in place where the proof asks for it."""
-    count = recorder.shorten
+    count = recorder.job.shorten
     if count is None or type(loader) is not DataLoader or loader.batch_sampler is None:
         return loader
     if isinstance(loader.batch_sampler, FirstAndLast):  # the loader of a second model

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FunctionType
@@ -31,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.ranks.script import HIDDEN
 from shardwise.scripts.proof.receipts import files_of
-from shardwise.scripts.proof.recorder import Enough, ScriptRecord, ScriptRecorder, recording, sketch
+from shardwise.scripts.proof.recorder import Enough, ScriptJob, ScriptRecord, ScriptRecorder, recording, sketch
 from shardwise.scripts.proof.scratch import Scratch
 from shardwise.scripts.proof.torch_hooks import TorchHooks, own_group
 from shardwise.trace.double import KeepDouble
@@ -41,50 +40,9 @@ _WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloa
 _MAKERS = ("from_numpy", "as_tensor", "frombuffer", "load", "asarray")  # tensors of numbers from elsewhere
 
 
-@dataclass(frozen=True)
-class ScriptJob:
-    """What a process of a proof is to run.
-
-    plain       as the one process, in which `prepare` only records
-    plan        in the place of the script's own; None: its own
-    limit, epochs, shorten, apart, scope  of `ScriptRecorder`
-    exact       in float64; False: in the script's own precision
-    nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
-    foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
-    folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
-    tells       how far a slow script is, on the terminal
-    """
-
-    path: str
-    arguments: tuple[str, ...]
-    plain: bool
-    plan: str | None = None
-    limit: int | None = 6
-    epochs: int | None = None
-    shorten: int | None = None
-    apart: bool = False
-    scope: str | None = None
-    exact: bool = True
-    nudge: int = 0
-    foreign: bool = False
-    folder: str = "."
-    stands_in: bool = True
-    scratch: str | None = None
-    tells: bool = False
-
-
 def run_in_proof(asked: ScriptJob) -> ScriptRecord:
     """Returns what the script did in this process; an error of it is in the record. Collective on ranks."""
-    recorder = ScriptRecorder(
-        limit=asked.limit,
-        plain=asked.plain,
-        plan=asked.plan,
-        shorten=asked.shorten,
-        apart=asked.apart,
-        scope=asked.scope,
-    )
-    recorder.epochs, recorder.exact, recorder.nudge = asked.epochs, asked.exact, asked.nudge
-    recorder.tells = asked.tells
+    recorder = ScriptRecorder(asked)
     with ExitStack() as inside:
         if asked.scratch is not None:
             inside.enter_context(Scratch(asked.folder, asked.scratch, asked.path))
@@ -106,9 +64,9 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         except ShardwiseError:
             raise
         except (Exception, SystemExit) as error:
-            if not recorder.plain and isinstance(error, SystemExit):
+            if not asked.plain and isinstance(error, SystemExit):
                 raise RunError(f"the script ended itself: sys.exit({error.code!r})") from None
-            if not recorder.plain:
+            if not asked.plain:
                 raise
             recorder.record.failed = _failure_of(error, asked.path)
     return recorder.record

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof import receipts
 from shardwise.scripts.proof.cause import Difference, cause_of
 from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
-from shardwise.scripts.proof.recorder import ScriptRecord
-from shardwise.scripts.proof.run_script import ScriptJob, run_in_proof
+from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
+from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
 if TYPE_CHECKING:
@@ -46,6 +46,47 @@ MEETS = {
     "an evaluation": "the model was not evaluated",
     "a save": "nothing was saved by save_weights or shardwise.save",
 }
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs jobs in a pool; without one each in processes of its own, which leave no memory to those of the next."""
+
+    pool: Any
+    timeout_s: float
+
+    def on(self, ranks: int, job: ScriptJob) -> list[ScriptRecord]:
+        """Returns the records of all ranks, which stand in one scratch folder unless the job runs for real."""
+        if self.pool is None:
+            from shardwise.ranks import RankPool
+
+            threads = max(1, os.cpu_count() or 1) if ranks == 1 else 1  # ranks share this machine's cores
+            with RankPool(threads, quiet=True) as pool:
+                return replace(self, pool=pool).on(ranks, job)
+        with looking_like(job.folder) if job.stands_in else nullcontext() as scratch:
+            return list(self.pool.run(run_in_proof, ranks, replace(job, scratch=scratch), timeout_s=self.timeout_s))
+
+    def in_one(self, job: ScriptJob) -> ScriptRecord:
+        """Returns the record of one process; `InputError` where the script takes the process with it."""
+        try:
+            (record,) = self.on(1, job)
+        except RunError as error:
+            what = str(error).partition("rank 0: ")[2].splitlines() or [str(error)]
+            raise InputError(f"verify: in one process {Path(job.path).name} {what[0]}") from None
+        return record
+
+    def alone(self, job: ScriptJob) -> ScriptRecord:
+        """Returns the record of one process; `InputError` where the script fails there."""
+        record = self.in_one(job)
+        if record.failed is None:
+            return record
+        what, trace = record.failed
+        if what.startswith("SystemExit"):
+            raise InputError(
+                f"verify: the script ends itself in one process ({what}): arguments of its own stand behind --, as in "
+                f"shardwise verify {Path(job.path).name} -- --lr 1e-3; alone it says why\n{trace.rstrip()}"
+            )
+        raise InputError(f"verify: the script fails in one process: {what}\n{trace.rstrip()}")
 
 
 def verify_script(
@@ -82,61 +123,59 @@ def verify_script(
         asked = replace(asked, shorten=None)
         if not Path(against).is_file():
             raise InputError(f"verify: there is no file {against} (--against)")
-    with _pools(pool) as (single, several):
-        say(f"verify: {asked.path} in one process, in float64")
-        parity = Parity("", 0)
-        asked, first = _one_process(single, asked, one, parity, timeout_s)
-        chosen = _plan_of(plan, first, asked)
-        reference = _as_reference(asked, against, one)
-        if against is not None:
-            say(f"verify: {reference.path} in one process")
-            first = _alone(single, reference, timeout_s)
-            parity.notes.append(f"the one process is that of {against}, as it stands")
-        if chosen is not None:
-            asked = replace(asked, plan=str(chosen), shorten=asked.shorten and KEPT * chosen.accumulate)
-            reference = replace(reference, shorten=asked.shorten)
-            if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
-                first = _alone(single, reference, timeout_s)
-        world = chosen.world_size if chosen is not None else int(nproc or 1)
-        parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
-        parity.bars = parity.bars or dict(FLOAT64_BARS)
-        say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
-        records = _on_ranks(several, asked, chosen, parity, timeout_s)
-        if records is None:
-            return parity
-        many = joined(records, foreign=asked.foreign)
-        without_losses = against is not None and chosen is not None and chosen.accumulate > 1
-        if without_losses:
-            _leave_losses(first, many, parity)
-        if not many.steps and not first.steps:
-            raise InputError(
-                f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove"
-            )
-        judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
-        if not parity.equal:
-            say("verify: they differ; one process again, to see whether the script equals itself")
-            again = _alone(single, reference, timeout_s)
-            control = Parity("single", 1, bars=dict(FLOAT64_BARS))
-            if without_losses:
-                _leave_losses(again, first, control)
-            judge(control, first, again, [again], foreign=False)
-            layout = chosen or Plan(dp_replicate=world)
-            apart = _apart(several, asked, layout, timeout_s)
-            cures = _cures(several, asked, layout, first, timeout_s)
-            parity.cause = cause_of(Difference(first, records, parity, layout, control, apart, cures, asked.foreign))
-        if chosen is not None:
-            receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
+    runs = _Runs(pool, timeout_s)
+    say(f"verify: {asked.path} in one process, in float64")
+    parity = Parity("", 0)
+    asked, first = _one_process(runs, asked, one, parity)
+    chosen = _plan_of(plan, first, asked)
+    reference = _as_reference(asked, against, one)
+    if against is not None:
+        say(f"verify: {reference.path} in one process")
+        first = runs.alone(reference)
+        parity.notes.append(f"the one process is that of {against}, as it stands")
+    if chosen is not None:
+        asked = replace(asked, plan=str(chosen), shorten=asked.shorten and KEPT * chosen.accumulate)
+        reference = replace(reference, shorten=asked.shorten)
+        if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
+            first = runs.alone(reference)
+    world = chosen.world_size if chosen is not None else int(nproc or 1)
+    parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
+    parity.bars = parity.bars or dict(FLOAT64_BARS)
+    say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
+    records = _on_ranks(runs, asked, chosen, parity)
+    if records is None:
         return parity
+    many = joined(records, foreign=asked.foreign)
+    without_losses = against is not None and chosen is not None and chosen.accumulate > 1
+    if without_losses:
+        _leave_losses(first, many, parity)
+    if not many.steps and not first.steps:
+        raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
+    judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
+    if not parity.equal:
+        say("verify: they differ; one process again, to see whether the script equals itself")
+        again = runs.alone(reference)
+        control = Parity("single", 1, bars=dict(FLOAT64_BARS))
+        if without_losses:
+            _leave_losses(again, first, control)
+        judge(control, first, again, [again], foreign=False)
+        layout = chosen or Plan(dp_replicate=world)
+        apart = _apart(runs, asked, layout)
+        cures = _cures(runs, asked, layout, first)
+        parity.cause = cause_of(Difference(first, records, parity, layout, control, apart, cures, asked.foreign))
+    if chosen is not None:
+        receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
+    return parity
 
 
 def _on_ranks(
-    several: Any, asked: ScriptJob, chosen: Plan | None, parity: Parity, timeout_s: float
+    runs: _Runs, asked: ScriptJob, chosen: Plan | None, parity: Parity
 ) -> list[ScriptRecord] | None:  # fmt: skip
     """What the script does on each rank; None where that is a refusal or an error, which `parity` then tells."""
     try:
         if chosen is not None:
             check(chosen)
-        records: list[ScriptRecord] = _in_scratch(several, parity.world_size, replace(asked, plain=False), timeout_s)
+        records: list[ScriptRecord] = runs.on(parity.world_size, replace(asked, plain=False))
     except (RefusedPlan, InputError) as refusal:  # of what the script does on ranks
         parity.refused = str(refusal).partition("\nraised on rank")[0]
         return None
@@ -288,24 +327,22 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
     return chosen
 
 
-def _one_process(
-    pool: Any, asked: ScriptJob, one: str | None, parity: Parity, timeout_s: float
-) -> tuple[ScriptJob, ScriptRecord]:
+def _one_process(runs: _Runs, asked: ScriptJob, one: str | None, parity: Parity) -> tuple[ScriptJob, ScriptRecord]:
     """Returns the job in float64, and what one process did. Where the script fails in float64: in its own precision,
     with bars that are taken from one process whose weights are moved by one epsilon. Raises `InputError` where it
     fails there too."""
     reference = _as_reference(asked, None, one)
-    exact = _in_one(pool, reference, timeout_s)
+    exact = runs.in_one(reference)
     if exact.failed is None:
         return asked, exact
     own = replace(asked, exact=False)
-    record = _alone(pool, _as_reference(own, None, one), timeout_s)
+    record = runs.alone(_as_reference(own, None, one))
     if asked.foreign or not record.steps:
         what, trace = exact.failed
         raise InputError(f"verify: the script runs in one process, and not in float64: {what}\n{trace.rstrip()}")
     noise: Noise = {}
     for seed in range(1, NUDGES + 1):
-        other = _alone(pool, replace(_as_reference(own, None, one), nudge=seed), timeout_s)
+        other = runs.alone(replace(_as_reference(own, None, one), nudge=seed))
         steps = min(len(record.steps), len(other.steps))
         add_noise(noise, record_of(record, [record], steps), record_of(other, [other], steps))
     parity.float64, parity.noise = False, noise
@@ -315,21 +352,7 @@ def _one_process(
     return own, record
 
 
-def _alone(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
-    """The record of one process; `InputError` where the script fails there."""
-    record = _in_one(pool, asked, timeout_s)
-    if record.failed is not None:
-        what, trace = record.failed
-        if what.startswith("SystemExit"):
-            raise InputError(
-                f"verify: the script ends itself in one process ({what}): arguments of its own stand behind --, as in "
-                f"shardwise verify {Path(asked.path).name} -- --lr 1e-3; alone it says why\n{trace.rstrip()}"
-            )
-        raise InputError(f"verify: the script fails in one process: {what}\n{trace.rstrip()}")
-    return record
-
-
-def _apart(pool: Any, asked: ScriptJob, plan: Plan, timeout_s: float) -> Callable[[], list[ScriptRecord] | None]:
+def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[ScriptRecord] | None]:
     """Returns what runs the ranks of samples as replicas, each keeping what its own loss asks."""
 
     def run() -> list[ScriptRecord] | None:
@@ -338,7 +361,7 @@ def _apart(pool: Any, asked: ScriptJob, plan: Plan, timeout_s: float) -> Callabl
             return None
         job = replace(asked, plain=False, plan=str(replicas), apart=True)
         try:
-            return _in_scratch(pool, plan.data_ranks, job, timeout_s)
+            return runs.on(plan.data_ranks, job)
         except ShardwiseError:
             return None  # the cause is told without it
 
@@ -346,14 +369,14 @@ def _apart(pool: Any, asked: ScriptJob, plan: Plan, timeout_s: float) -> Callabl
 
 
 def _cures(
-    pool: Any, asked: ScriptJob, plan: Plan, single: ScriptRecord, timeout_s: float
+    runs: _Runs, asked: ScriptJob, plan: Plan, single: ScriptRecord
 ) -> Callable[[str], bool]:  # fmt: skip
     """Returns what runs the ranks with another loss_scope: whether they are equal to `single` then."""
 
     def run(scope: str) -> bool:
         job = replace(asked, plain=False, scope=scope)
         try:
-            records = _in_scratch(pool, plan.world_size, job, timeout_s)
+            records = runs.on(plan.world_size, job)
         except ShardwiseError:
             return False  # refused, or it fails: no remedy
         tried = Parity(str(plan), plan.world_size, bars=dict(FLOAT64_BARS))
@@ -363,49 +386,9 @@ def _cures(
     return run
 
 
-def _in_scratch(pool: Any, ranks: int, asked: ScriptJob, timeout_s: float) -> list[ScriptRecord]:
-    """The records of all ranks, which stand in one scratch folder unless the job runs for real."""
-    if not asked.stands_in:
-        return list(pool.run(run_in_proof, ranks, asked, timeout_s=timeout_s))
-    with looking_like(asked.folder) as scratch:
-        return list(pool.run(run_in_proof, ranks, replace(asked, scratch=scratch), timeout_s=timeout_s))
-
-
-def _in_one(pool: Any, asked: ScriptJob, timeout_s: float) -> ScriptRecord:
-    """The record of one process; `InputError` where the script takes the process with it."""
-    try:
-        (record,) = _in_scratch(pool, 1, asked, timeout_s)
-    except RunError as error:
-        what = str(error).partition("rank 0: ")[2].splitlines() or [str(error)]
-        raise InputError(f"verify: in one process {Path(asked.path).name} {what[0]}") from None
-    return record
-
-
 def _failed_on_ranks(error: RunError) -> str:
     trace = getattr(error, "remote_traceback", "")
     last = trace.rstrip().splitlines()[-1] if trace else str(error)
     if last.startswith("shardwise."):  # an error of ours, found in a step: it says what to do
         return f"on rank {getattr(error, 'rank', 0)}: {last.partition(': ')[2]}"
     return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}"
-
-
-@dataclass(frozen=True)
-class _Anew:
-    """Runs each job in processes of its own, which leave no memory to those of the next."""
-
-    threads: int
-
-    def run(self, function: Any, ranks: int, *args: Any, timeout_s: float) -> list[Any]:
-        from shardwise.ranks import RankPool
-
-        with RankPool(self.threads, quiet=True) as pool:
-            return pool.run(function, ranks, *args, timeout_s=timeout_s)
-
-
-@contextmanager
-def _pools(pool: Any) -> Iterator[tuple[Any, Any]]:
-    """(for the one process, for ranks): this machine's cores are shared by the ranks that run at one time."""
-    if pool is not None:
-        yield pool, pool
-        return
-    yield _Anew(max(1, os.cpu_count() or 1)), _Anew(1)
