@@ -76,7 +76,7 @@ def test_a_refused_plan_is_refused_before_anything_is_built() -> None:
     def never() -> nn.Module:
         raise AssertionError
 
-    with pytest.raises(RefusedPlan, match="activations are moved to the host or a disk, and nothing else yet"):
+    with pytest.raises(RefusedPlan, match="units of zero=3 gather theirs for each use: add zero=3"):
         parallelize(tasks.mlp().with_(model=never), "offload=parameters")
 
 
