@@ -129,30 +129,6 @@ def test_compile_is_refused_where_draws_would_be_followed(pool: RankPool) -> Non
     assert simulate(*where, randomness="fast").step_s > 0
 
 
-def test_a_script_is_told_what_becomes_of_its_dropout(pool: RankPool) -> None:
-    told = [line for line in pool.run(prepared_notices, 2)[0] if "random numbers" in line]
-    assert len(told) == 1
-    assert "are those of one process" in told[0]
-    assert 'randomness="fast"' in told[0]
-
-
-def prepared_notices() -> list[str]:
-    from torch.utils.data import DataLoader, TensorDataset
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.randn(8, 1)), batch_size=4)
-    prepared = model, optimizer, loader = shardwise.prepare(
-        model, optimizer, loader, plan="dp_replicate=2", device="cpu"
-    )
-    for x, y in loader:
-        prepared.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return prepared.notices
-
-
 def test_a_file_may_ask_for_fast(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text('[train]\nrandomness = "fast"\n')
     assert load(tmp_path / "my.toml").config.train.randomness == "fast"

@@ -217,13 +217,13 @@ class _Look:
     def _compare(self, of_whole: Loss, first: Loss, second: Loss, all_pairs: str, parts: tuple[Any, Any]) -> None:
         """Compare the whole's loss with its parts', then second forwards and masks where these have found nothing."""
         findings, seen, sizes, dtype = self.findings, self.seen, self.sizes, self.dtype
-        if not finite(of_whole, first, second):
+        if self.share([] if finite(of_whole, first, second) else ["not finite"]):
             findings.notices.append("the loss on the first samples is not finite: not checked to add up")
         elif self.joined is None:
-            self.problems += _sums_differ(of_whole, first, second, sizes, dtype, all_pairs)
+            self.problems += self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
         elif self.strict:
             joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]
-            self.problems += _joined_differs(of_whole, joined, dtype)
+            self.problems += self.share(_joined_differs(of_whole, joined, dtype))
         if not self.strict or self.joined is not None:
             return
         if not self.problems and (left := self.share(seen.left)):

@@ -21,6 +21,7 @@ from shardwise.look.samples import a_few, costly, few_samples, fewest_samples
 from shardwise.look.watched_run import InsideTransform, TakesGradients, WritesWeights
 from shardwise.look.whole_against_parts import look_at_many, many_of, sizes_to_try, too_many
 from shardwise.memory.recompute import note_written
+from shardwise.parallel.full import FullShard
 from shardwise.precision import met_at
 from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel
 from shardwise.step.batching import samples_in, slice_samples
@@ -32,7 +33,7 @@ from shardwise.trace.outside_reads import OutsideReads
 
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
     """Returns `Findings` of a few samples before the first step; raises where a run would not equal one process."""
-    task, share = state.task, partial(_on_all_stages, state)
+    task, share = state.task, partial(_on_all_ranks, state)
     sample = few_samples(task, state.plan, state.mesh.data, state.device)
     state.notices += [] if task.batch is None else costly(sample)
     whole = a_few(sample)
@@ -55,12 +56,17 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     return findings
 
 
-def _on_all_stages(state: RankState, problems: list[str]) -> list[str]:
-    """Returns the problems that all pipeline stages found, on every stage. Collective under a pipeline."""
-    if state.staged is None:
+def _on_all_ranks(state: RankState, problems: list[str]) -> list[str]:
+    """Returns the problems that any rank found, on every rank. Collective where a forward is.
+
+    What only one rank sees (a set of the user's that grows, a thread's counter) would else send it into forwards that
+    the others do not run, and their gathers would meet other calls.
+    """
+    cut = state.staged is not None or state.tensor is not None or state.experts is not None or state.mesh.inner
+    if not cut and not isinstance(state.technique, FullShard):
         return problems
-    by_stage = gather_json(problems, state.mesh.pp, state.device)
-    return list(dict.fromkeys(problem for of_stage in by_stage for problem in of_stage))
+    by_rank = gather_json(problems, state.mesh.world, state.device)
+    return list(dict.fromkeys(problem for of_rank in by_rank for problem in of_rank))
 
 
 def _look_at_few(

@@ -164,8 +164,8 @@ def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set
         return compute
     if tag == "parameters":
         return compute if op == "all_gather" else compute | master
-    if tag == "control":
-        return {"float64"}
+    if tag == "control":  # rows of numbers, and whole tensors that are handed on as they are
+        return {"float64"} if op in REDUCING else {"float64"} | master | compute
     wide = tag == "batch_norm" and all(getattr(torch, name).itemsize < 4 for name in compute)
     return _or_wider({"float32"} if wide else compute)
 

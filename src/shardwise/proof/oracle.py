@@ -55,7 +55,10 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
     task = literal_rollout(task)
     module = plain_module(task, settings)
-    unlike = literal_weights.differences(task, module) if look is None and not settings.nudge else []
+    unlike: list[str] = []
+    if look is None and not settings.nudge and literal_weights.is_looked_at(task, module):
+        unlike = literal_weights.differences(task, module)
+        module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     eps = EpsWatch(named, optimizer, task.optimizer)

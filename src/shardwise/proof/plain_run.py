@@ -87,7 +87,10 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
     task = literal_rollout(task)
     module = plain_module(task, Settings(seed=settings.seed))
-    unlike = literal_weights.differences(task, module)
+    unlike: list[str] = []
+    if literal_weights.is_looked_at(task, module):
+        unlike = literal_weights.differences(task, module)
+        module = plain_module(task, Settings(seed=settings.seed))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     if needs_closure(optimizer):
