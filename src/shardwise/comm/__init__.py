@@ -18,7 +18,7 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.messages import RankMessage, beside, exchange, in_order_of_calls, meet, receive, send
 from shardwise.comm.observe import Observer, tagged
 from shardwise.comm.text import everybody, gather_json, of_first, refuse_shared_devices
-from shardwise.comm.together import Gathering, gathered_alone, gathered_together, ready
+from shardwise.comm.together import Gathering, broadcast_together, gathered_alone, gathered_together, ready
 from shardwise.comm.trail import Trail
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "barrier",
     "beside",
     "broadcast",
+    "broadcast_together",
     "everybody",
     "exchange",
     "gather_json",

@@ -14,12 +14,12 @@ What this does not do: look whether ranks ask for the same, which they must, in 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.comm.collectives import Axis, gather_rows
+from shardwise.comm.collectives import Axis, broadcast, gather_rows
 
 Gathering = Generator[tuple[torch.Tensor, Axis], torch.Tensor, Any]
 MOST_BYTES = 16 * 2**20
@@ -102,3 +102,14 @@ def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
         table[:, start : start + row.nbytes].contiguous().view(row.dtype)
         for start, row in zip(starts, rows, strict=True)
     ]
+
+
+def broadcast_together(tensors: Sequence[torch.Tensor], axis: Axis, source: int, tag: str) -> None:
+    """Give every rank the source's values of these tensors, in place: one message for each dtype. Collective."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        broadcast(flat, axis, source, tag)
+        if axis.index != source:
+            for tensor, shared in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(shared.view(tensor.shape))

@@ -30,6 +30,7 @@ from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_str
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import RefusedPlan
+from shardwise.part import Part
 from shardwise.trace.functional import transforming
 from shardwise.trace.tensors_in_objects import change_hidden, hidden
 
@@ -221,3 +222,23 @@ def outlive(module: nn.Module, output: Any) -> Any:
 
     change_hidden(output, keep)
     return tree_map_only(torch.Tensor, keep, output)
+
+
+def without_margin(output: Part) -> torch.Tensor:
+    """Returns a view without the deep halo, so that its gradient arrives at `output`, where FSDP2 waits for it."""
+    return output if output.margin is None else output.view_as(output)
+
+
+def weakly(method: Callable[..., Any], index: int) -> Callable[[torch.Tensor], None]:
+    """Returns a hook that calls a technique's method with `index` and the parameter, and does not keep it alive.
+
+    Hooks of parameters would else keep the technique, and its process groups, as long as the module lives.
+    """
+    known = weakref.WeakMethod(method)
+
+    def hook(param: torch.Tensor) -> None:
+        called = known()
+        if called is not None:
+            called(index, param)
+
+    return hook

@@ -19,7 +19,6 @@ What this does not do: hold a parameter that two units share in one of them (it 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm import Gathering, Trail, all_reduce, broadcast, ready
+from shardwise.comm import Gathering, Trail, all_reduce, broadcast, broadcast_together, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
 from shardwise.mesh import Mesh
 from shardwise.parallel.fsdp import (
@@ -47,6 +46,8 @@ from shardwise.parallel.fsdp import (
     reduce_unused,
     refuse_transforms,
     shards_of,
+    weakly,
+    without_margin,
 )
 from shardwise.parallel.slots import ShardMemory, Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
@@ -59,21 +60,6 @@ USED_OUTSIDE = (
     "a parameter is used outside the forward of the unit that holds it, where zero=3 has only pieces of it: name units "
     "with wrap= so that a unit's parameters are used inside its forward, or use zero=2"
 )
-
-
-def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torch.Tensor], None]:
-    """Returns a hook that notes the use of parameter `index`.
-
-    owner  a weak reference to the technique: the hook must not keep it, and its process groups, alive
-    """
-
-    def note(param: torch.Tensor) -> None:
-        technique = owner()
-        if technique is not None:
-            technique._used_now.add(index)
-            technique.heard(param)
-
-    return note
 
 
 class FullShard:
@@ -161,7 +147,7 @@ class FullShard:
                 gathers, reduces = (partial(self._trail.mark, way.format(name)) for way in (_GATHER, _REDUCE))
                 announce(unit, gathers, reduces)
             if mesh.plan.domain_depth > 1:  # deep halos: gradients that arrive by a margin would pass FSDP2 by
-                unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, _without_margin, output))
+                unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, without_margin, output))
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
         module.register_forward_hook(lambda m, a, o: outlive(self.module, o), prepend=True)
         for unit in self.units:
@@ -285,7 +271,11 @@ class FullShard:
             if watched or not param.requires_grad:  # switched off for this call
                 continue
             param._use_is_watched = True  # FSDP2 keeps the object and gives it its storage back each time
-            param.register_post_accumulate_grad_hook(_noting(weakref.ref(self), index))
+            param.register_post_accumulate_grad_hook(weakly(self._note_use, index))
+
+    def _note_use(self, index: int, param: torch.Tensor) -> None:
+        self._used_now.add(index)
+        self.heard(param)
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
@@ -392,13 +382,7 @@ class FullShard:
         Before, the first of dp_shard alone has them divided and clipped.
         """
         gradients = [gradient for gradient in self._whole_gradients.values() if gradient.numel()]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # one message for each dtype
-            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-            broadcast(flat, self._shards, 0, "control")
-            if self._shards.index:
-                for gradient, shared in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
-                    gradient.copy_(shared.view(gradient.shape))
+        broadcast_together(gradients, self._shards, 0, "control")
 
     def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns []: the shards, which units gather from, are the masters."""
@@ -460,8 +444,3 @@ class FullShard:
         gradient = self.params[index].grad
         unused = gradient is None or index not in self._used
         return ready(None) if unused else self.whole(index, self.piece(index, gradient.detach()))
-
-
-def _without_margin(output: Part) -> torch.Tensor:
-    """Returns a view without the deep halo, so that its gradient arrives at `output`, where FSDP2 waits for it."""
-    return output if output.margin is None else output.view_as(output)
