@@ -287,9 +287,10 @@ class WholeWeights:
 
     @torch.no_grad()
     def _empty(self) -> None:
-        """Give the stand-ins' memory back; whoever reads one from here on finds its shape, and NaN."""
+        """Give the stand-ins' memory back; whoever reads one from here on finds its shape, and NaN (0)."""
         for standing in self._standing.values():
-            standing.data = standing.data.new_full((), torch.nan).expand(standing.shape)
+            real = standing.is_floating_point() or standing.is_complex()  # others have no NaN: an order of channels
+            standing.data = standing.data.new_full((), torch.nan if real else 0).expand(standing.shape)
             _GRAD.__set__(standing, None)
 
     def _show(self, states: dict[str, dict[Any, Any]]) -> None:
