@@ -186,11 +186,7 @@ class _Look:
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with AllPairs(self.sizes[0]) as pairs, _written_in_pieces(seen, self.share, self.follows):
             of_whole, calls, after = self.run(self.whole)
-        if self._anywhere(seen.attends):
-            # Fused attention draws its dropout inside the kernel: once more, with attention as single operations.
-            findings.scores = self.run.scores = True
-            seen.calls.clear()  # `repeats` counts one run for each of `sizes`
-            of_whole, calls, after = self.run(self.whole)
+        findings.scores = self._anywhere(seen.attends)
         findings.changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
         self.drawn += calls
         # Code that calls batch norm as a function is no module of that class.

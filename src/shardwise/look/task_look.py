@@ -174,7 +174,7 @@ def _look_at_many(
         outputs.clear()  # `gently` may try a second time, with gradients
         return look_at_many(
             state.module, keep_output if together else forward.local, many, dtype=state.precision.compute,
-            scores=findings.scores, joined=joined, functions=(task.loss, task.inputs),
+            joined=joined, functions=(task.loss, task.inputs),
         )  # fmt: skip
 
     staged = None if state.staged is None else state.staged.cut.takes_gradients

@@ -64,7 +64,6 @@ class Runner:
         self.evaluate = evaluate
         self.seen = seen
         self.functions = functions
-        self.scores = False  # attention as operations, since its kernels would draw inside
         self.statistics: KnownStatistics | None = None  # by which batch norms normalise
         self._reached: Reached | None = None  # by the code: the same at each run, which finds all put back
 
@@ -132,7 +131,7 @@ class Runner:
         if self.statistics is not None:
             self.statistics.running, self.statistics.syncing = self.seen.running, syncing
         try:
-            with attention_as_ops(self.scores), finder:
+            with finder:
                 yield
         finally:
             for child in syncing:
@@ -353,7 +352,10 @@ def has_units(module: nn.Module) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Function mode that reports to `seen` what is no operation: `tensor.data = x`, and attention with dropout."""
+    """Function mode that reports to `seen` what is no operation: `tensor.data = x`, and attention with dropout.
+
+    Such attention runs as single operations, since a kernel that draws inside would hide its dropout.
+    """
 
     def __init__(self, seen: Seen):
         super().__init__()
@@ -362,8 +364,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == torch.Tensor.data.__set__:  # == since it is made anew at each access
             self.seen.keep_data(args[0])
-        elif func is _ATTENTION:
-            self.seen.attends |= bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
+        elif func is _ATTENTION and (args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p")):
+            self.seen.attends = True
+            with attention_as_ops():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -90,18 +90,16 @@ def repeated(batch: Any, times: list[int]) -> Any:
 
 
 def look_at_many(
-    module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype, scores: bool,
+    module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype,
     joined: Callable[[], Loss] | None = None, functions: Functions = (),
 ) -> list[str]:  # fmt: skip
     """Returns the differences between a run on a batch and on its parts, as lines of text; [] for none.
 
-    scores  attention has dropout
     joined  for a loss that does not add up over samples: after the whole and its parts, the loss on what they gave
     """
     seen = Seen(module)
     with torch.random.fork_rng(devices=[]), seen.watching():
         run = Runner(module, with_attributes_alone(module, evaluate), seen, functions)
-        run.scores = scores
         names = {child: path for path, child in module.named_modules()}
         of_whole = run.statistics = KnownStatistics(names)
         whole = run(many.whole)[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ BY_ROWS = (
 )
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
 MOST = 4  # samples that are looked at
+Shape = tuple[int, ...]  # of an output; () where it is no tensor
 _MIXES = "the model mixes samples: what it gives does not add up over samples, a sum of its outputs"
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
@@ -95,7 +97,7 @@ def look_at_model(
             ) from error
         leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
         if at is not None:
-            made.outputs[at] = leaves
+            made.shapes[at] = list(map(_shape, leaves))
         return _OfOutputs(leaves, count, made, engine.device)
 
     try:
@@ -211,17 +213,17 @@ class _Made:
 
     def __init__(self, sizes: tuple[int, ...], dim: int) -> None:
         self.sizes, self.dim = sizes, dim
-        self.outputs: dict[int, list[Any]] = {}
+        self.shapes: dict[int, list[Shape]] = {}  # of outputs; the outputs themselves are let go of
         self._dims: list[Rows | None] | None = None
 
     @property
     def dims(self) -> list[Rows | None] | None:
         """Of each output, where its samples lie: the dim that is as large as they are many, whatever their number, or
         a first one of several views of them. None: outputs do not match."""
-        if self._dims is None and len(self.outputs) == len(self.sizes):
-            outputs = [self.outputs[at] for at in range(len(self.sizes))]
-            if len({len(leaves) for leaves in outputs}) == 1:
-                self._dims = [_rows_of(list(each), self.sizes) for each in zip(*outputs, strict=True)]
+        if self._dims is None and len(self.shapes) == len(self.sizes):
+            runs = [self.shapes[at] for at in range(len(self.sizes))]
+            if len({len(shapes) for shapes in runs}) == 1:
+                self._dims = [_rows_of(list(shapes), self.sizes) for shapes in zip(*runs, strict=True)]
         return self._dims
 
     def rows(self, leaves: list[Any], count: int) -> list[Rows | None]:
@@ -233,13 +235,12 @@ class _Made:
         return [None if at is None else Rows(at) for at in map(places.of, leaves)]
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
+def _shape(leaf: Any) -> Shape:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
 
 
-def _rows_of(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
-    """Where one output, given for each number of samples, has them."""
-    shapes = list(map(_shape, outputs))
+def _rows_of(shapes: list[Shape], sizes: tuple[int, ...]) -> Rows | None:
+    """Returns where one output, of these shapes for these numbers of samples, has them; None: nowhere."""
     fits = [dim for dim in range(min(map(len, shapes))) if tuple(shape[dim] for shape in shapes) == sizes]
     if fits or not all(shapes):
         return Rows(fits[0]) if fits else None
@@ -257,7 +258,7 @@ class _OfOutputs(Loss):
         self.weight, self.extras = float(count), {}
         self._leaves, self._count, self._made, self._device = leaves, count, made, device
 
-    @property
+    @cached_property  # asked for by each comparison, and a pass over the widest result
     def total(self) -> torch.Tensor:
         """The sum, with its graph."""
         return self._added(lambda each: each + each.square())  # not linear: a mean taken off would cancel in a sum
@@ -273,10 +274,19 @@ class _OfOutputs(Loss):
             if not isinstance(leaf, torch.Tensor) or at is None or not leaf.is_floating_point():
                 continue
             samples = at.first(leaf)
-            if len(samples) == self._count:
-                rows = samples.reshape(self._count, -1)  # may be the widest result of all: no copy is made of it
-                total = total + term((rows @ _factors(rows.shape[1], rows)).double()).sum()  # of (count,)
+            if len(samples) == self._count and samples.numel():
+                total = total + term(_projected(samples).double()).sum()  # of (count,)
         return total
+
+
+def _projected(samples: torch.Tensor) -> torch.Tensor:
+    """Returns one number for each sample, (count,), fixed and linear in its elements.
+
+    The samples may be the widest result of all: no copy is made of them, and no factor for each of their elements.
+    """
+    last = samples.shape[-1] if samples.dim() > 1 else 1
+    rows = samples.reshape(len(samples), -1, last) @ _factors(last, samples)  # (count, elements / last)
+    return rows @ _factors(rows.shape[1], rows)
 
 
 def _factors(count: int, like: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ DEEP = 1_000  # objects behind one name
 ALL = 20_000  # objects behind all of them
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FOREIGN = frozenset({"torch", "shardwise", "numpy", *sys.stdlib_module_names}) - {"__main__"}
-_ASSIGN = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
+_ASSIGN = frozenset(dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR"))
 _ABSENT = object()
 _VALUES = (type(None), bool, int, float, complex, str, torch.Tensor, *CONTAINERS)
 
@@ -62,12 +62,25 @@ def _own(module_name: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the names that code uses, in functions inside it too, and those of them that it assigns."""
-    used, assigned = set(code.co_names), {op.argval for op in dis.get_instructions(code) if op.opname in _ASSIGN}
+    used, assigned = set(code.co_names), set(_assigned(code))
     for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
         used_inside, assigned_inside = _names(inner)
         used |= used_inside
         assigned |= assigned_inside
     return frozenset(used), frozenset(assigned)
+
+
+def _assigned(code: CodeType) -> Iterator[str]:
+    """Yields the names that code assigns or deletes, as globals or attributes.
+
+    `dis.get_instructions` would make an object of each instruction: half a second for a model of transformers.
+    """
+    more = 0  # the higher bits of an argument, which come before it
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = more | low
+        more = argument << 8 if op == dis.EXTENDED_ARG else 0
+        if op in _ASSIGN:
+            yield code.co_names[argument]
 
 
 def _read(owner: Any, name: str) -> Any:
