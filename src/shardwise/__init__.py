@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 _HOME = {
     "Task": "shardwise.task",
     "Domain": "shardwise.task",
-    "Source": "shardwise.task",
+    "Source": "shardwise.dataset",
     "Plan": "shardwise.layout.plan",
     "Engine": "shardwise.engine.engine",
     "parallelize": "shardwise.engine.engine",
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardwise.cluster.cluster import Cluster
+    from shardwise.dataset import Source
     from shardwise.engine.engine import Engine, parallelize
     from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
     from shardwise.layout.plan import Plan
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from shardwise.scripts.prepared import prepare
     from shardwise.scripts.proof.verify_script import verify_script
     from shardwise.scripts.saved import load, save
-    from shardwise.task import Domain, Source, Task
+    from shardwise.task import Domain, Task
     from shardwise.training.run import train
 
 

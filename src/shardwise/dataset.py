@@ -1,4 +1,4 @@
-"""Wrap a map-style torch `Dataset` as a `Source`.
+"""`Source`, of which a rank reads only its samples, and a map-style torch `Dataset` wrapped as one.
 
 How: the samples asked for are fetched one by one (or together, where the dataset has `__getitems__`) and
 joined by torch's `default_collate`, or by a function of the user's. Who reads seeds the generators before each sample
@@ -12,10 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shardwise.errors import InputError
-from shardwise.task import Source
 
 
 class Seeds(Protocol):
@@ -26,6 +25,21 @@ class Seeds(Protocol):
 
 
 READING: ContextVar[Seeds | None] = ContextVar("READING", default=None)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Large data: a rank reads only its samples.
+
+    `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples at `indices`. A source with a
+    `global_shape`, the extents of space, is asked for a rank's own tile where a plan cuts space: `region` is then
+    (start, stop) along each of its dims. Both are in the order in which a sample's tensors have these dims. It is None
+    for whole samples, and always for sources without one.
+    """
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: list[int], region: Any = None) -> Any: ...
 
 
 class DatasetSource:

@@ -10,28 +10,14 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
+from shardwise.dataset import Source, as_source
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Large data: a rank reads only its samples.
-
-    `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples at `indices`. A source with a
-    `global_shape`, the extents of space, is asked for a rank's own tile where a plan cuts space: `region` is then
-    (start, stop) along each of its dims. Both are in the order in which a sample's tensors have these dims. It is None
-    for whole samples, and always for sources without one.
-    """
-
-    def __len__(self) -> int: ...
-
-    def read(self, indices: list[int], region: Any = None) -> Any: ...
 
 
 def default_inputs(batch: Any) -> tuple[tuple, dict]:
@@ -189,8 +175,6 @@ class Task:
         for field in ("data", "eval_data"):
             data = getattr(self, field)
             if data is not None and not isinstance(data, Source):
-                from shardwise.dataset import as_source
-
                 object.__setattr__(self, field, as_source(data))
         if self.loss_scope not in ("sample", "global", "model"):
             raise InputError(f"Task.loss_scope is 'sample', 'global' or 'model', got {self.loss_scope!r}")

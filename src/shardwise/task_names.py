@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from shardwise.task import Task
 from shardwise.task_files import looked_in, which_task
 
 if TYPE_CHECKING:
-    from shardwise.config.schema import TaskSection
+    from shardwise.config.schema import LoraSection, TaskSection
 
 MOST_CHARACTERS = 500  # of an exception's own message in one of ours
 
@@ -61,6 +61,19 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
         module_name, _, attribute = FOLDER.rpartition(":")
         return getattr(importlib.import_module(module_name), attribute)(section or TaskSection(name=named))
     return _of_module(named)
+
+
+@dataclass(frozen=True)
+class AdaptedTask:
+    """Callable that returns a named task with adapters in its model; can be pickled."""
+
+    reference: Any
+    section: LoraSection
+
+    def __call__(self) -> Task:
+        from shardwise.adapters import with_lora
+
+        return with_lora(resolve_task(self.reference), self.section)
 
 
 def _of_module(name: str) -> Task:

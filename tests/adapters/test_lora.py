@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import Task, parallelize, verify
-from shardwise.adapters import AdaptedTask, with_lora
+from shardwise.adapters import with_lora
 from shardwise.adapters.targets import target_paths, whole_paths
 from shardwise.config import load
 from shardwise.config.schema import LoraSection
@@ -18,6 +18,7 @@ from shardwise.errors import InputError
 from shardwise.hf import task as hf_task
 from shardwise.models.decoder import Decoder
 from shardwise.ranks import RankPool
+from shardwise.task_names import AdaptedTask
 from shardwise.trace.deferred import build
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed here")

@@ -5,6 +5,6 @@ Importing this room does not import peft; the extra `lora` brings it.
 
 from __future__ import annotations
 
-from shardwise.adapters.lora import AdaptedTask, with_lora
+from shardwise.adapters.lora import with_lora
 
-__all__ = ["AdaptedTask", "with_lora"]
+__all__ = ["with_lora"]

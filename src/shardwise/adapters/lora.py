@@ -21,7 +21,6 @@ from shardwise.adapters.targets import target_paths, whole_paths
 from shardwise.config.schema import LoraSection
 from shardwise.errors import InputError
 from shardwise.task import Task
-from shardwise.task_names import resolve_task
 
 
 def with_lora(task: Task, section: LoraSection) -> Task:
@@ -33,17 +32,6 @@ def with_lora(task: Task, section: LoraSection) -> Task:
     except ImportError as error:
         raise InputError(f"[lora] needs peft ({error}): pip install 'shardwise[lora]'") from error
     return task.with_(model=Adapted(task.model, section))
-
-
-@dataclass(frozen=True)
-class AdaptedTask:
-    """Callable that returns a named task with adapters in its model; can be pickled."""
-
-    reference: Any
-    section: LoraSection
-
-    def __call__(self) -> Task:
-        return with_lora(resolve_task(self.reference), self.section)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,6 @@ def with_adapters(target: str, overrides: tuple[str, ...], command: str) -> Any:
             f"--set {others[0]}: {command} reads keys of [lora] for a task; others are CONFIG.toml's"
         )
     section = load(overrides=overrides).config.lora
-    from shardwise.adapters import AdaptedTask
+    from shardwise.task_names import AdaptedTask
 
     return AdaptedTask(target, section)

@@ -25,8 +25,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.data.order import Order, epoch_keys, permuted
+from shardwise.dataset import Source
 from shardwise.errors import InputError
-from shardwise.task import Source
 
 BLOCK = 4096
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from shardwise.data.order import Order
 from shardwise.data.steps import Steps, length_of
+from shardwise.dataset import Source
 from shardwise.layout.dealing import Share
-from shardwise.task import Source
 
 
 def evaluation_parts(source: Source, batch_size: int, data_rank: int = 0, data_ranks: int = 1) -> Iterator[list[Share]]:

@@ -24,9 +24,9 @@ from shardwise.data.order import Order
 from shardwise.data.prefetch import Prefetch
 from shardwise.data.steps import Steps, length_of
 from shardwise.data.workers import read_in_workers
+from shardwise.dataset import Source
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
-from shardwise.task import Source
 
 
 class Loader:

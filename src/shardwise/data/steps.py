@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.data.order import Order
-from shardwise.dataset import name_of
+from shardwise.dataset import Source, name_of
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share, deal
 from shardwise.random.reading_seeds import ReadDraws, drawing
 from shardwise.step.batching import check_ranks, check_samples, slice_samples
-from shardwise.task import Source
 
 
 @dataclass(frozen=True)

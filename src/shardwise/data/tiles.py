@@ -15,12 +15,12 @@ import torch
 
 from shardwise.comm import gather_json
 from shardwise.data.evaluation import evaluation_parts
+from shardwise.dataset import Source
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import Owners, forget
 from shardwise.part.crossing import axes_of, cuts_of, settled, taken_apart
 from shardwise.part.moves import moved
-from shardwise.task import Source
 from shardwise.trace.outside_reads import set_training
 
 

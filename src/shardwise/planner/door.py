@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.adapters import AdaptedTask, with_lora
+from shardwise.adapters import with_lora
 from shardwise.cluster import Cluster
 from shardwise.config import BUILTINS
 from shardwise.config.schema import LoraSection
@@ -26,7 +26,7 @@ from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 from shardwise.task import Task
 from shardwise.task_files import which_task
-from shardwise.task_names import resolve_task
+from shardwise.task_names import AdaptedTask, resolve_task
 
 if TYPE_CHECKING:
     from shardwise.random import Randomness

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from shardwise.config import Effective
+from shardwise.dataset import Source
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
@@ -39,7 +40,7 @@ from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
 from shardwise.proof.sizes import small_sizes
 from shardwise.proof.visited import starts_of, visiting
 from shardwise.step.task_optimizer import named_groups
-from shardwise.task import Source, Task
+from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, as_written, default_dtype
 from shardwise.training.job import Job, make_job
 from shardwise.training.learning_rates import make_schedule

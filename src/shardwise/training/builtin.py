@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.schema import TaskSection
-from shardwise.task import Source, Task
+from shardwise.dataset import Source
+from shardwise.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

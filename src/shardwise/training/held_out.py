@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.dataset import Source
 from shardwise.layout.dealing import cut
-from shardwise.task import Source
 
 
 class Spread:
