@@ -1,4 +1,4 @@
-"""Named tests of what was reported of others: each was silently wrong there, and is proven equal to one process here."""
+"""Named tests of what was reported of others: silently wrong there, proven equal to one process here."""
 
 from __future__ import annotations
 

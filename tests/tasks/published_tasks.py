@@ -1,4 +1,4 @@
-"""Tasks in the shape of public reports of wrong training elsewhere: a module run twice, a head further ahead, a grid."""
+"""Tasks in the shape of public reports of wrong training: a module run twice, a head further ahead, a grid."""
 
 from __future__ import annotations
 
