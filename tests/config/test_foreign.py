@@ -76,6 +76,51 @@ def test_settings_go_to_the_run_and_unknown_keys_are_told(tmp_path: Path) -> Non
     assert told["zero_optimization.offload_optimizer.device"] == "offload=optimizer"
 
 
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        # DeepSpeed's schedules set the rate themselves, whatever the optimizer's is; its Adam does not decay
+        ('{"optimizer": {"type": "Adam", "params": {"lr": 5e-5}}, "scheduler": {"type": "WarmupLR"}}',
+         {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "optimizer.weight_decay": 0.0, "schedule.name": "constant",
+          "schedule.warmup_steps": 1000}),
+        ('{"optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "weight_decay": "auto", "adam_w_mode": false}}, '
+         '"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}}',
+         {"optimizer.name": "adam", "optimizer.lr": 5e-5, "schedule.name": "linear"}),
+        ('{"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.1}}, "optimizer": {"type": "SGD", '
+         '"params": {"lr": 0.1}}}',
+         {"optimizer.name": "sgd", "optimizer.lr": 0.1, "schedule.name": "cosine", "schedule.warmup_steps": 1000,
+          "schedule.final_factor": 0.1}),
+        ('{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5, "warmup_num_steps": 0}}, "optimizer": '
+         '{"type": "Adagrad", "params": {"lr": 0.1}}}',
+         {"optimizer.name": "adagrad", "optimizer.lr": 3e-5, "schedule.name": "constant", "schedule.warmup_steps": 0}),
+    ],
+)  # fmt: skip
+def test_what_a_file_leaves_out_is_as_deepspeed_has_it(text: str, settings: dict, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    made = read(path, 2)
+    made.finished()
+    assert made.settings == settings
+
+
+def test_micro_batches_follow_from_the_batch_and_their_size(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}')
+    made = read(path, 4)
+    assert str(made.finished()) == "dp_shard=4,zero=1,accumulate=4" and made.settings["train.batch_samples"] == 64
+
+
+def test_sections_of_another_kind_of_run_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "{distributed_type: MEGATRON_LM, num_processes: 8, fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}, "
+        "megatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_use_distributed_optimizer: true}}"
+    )
+    made = read(path)
+    assert str(made.finished()) == "dp_shard=4,zero=1,tp=2"
+    assert "distributed_type is FSDP: left out" in dict(made.told)["fsdp_config.fsdp_sharding_strategy"]
+
+
 def test_a_file_of_deepspeed_that_accelerate_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     path = tmp_path / "a.yaml"
@@ -101,6 +146,9 @@ def test_a_file_that_cannot_be_read_is_one_message(text: str, message: str, tmp_
         read(path).finished()
     with pytest.raises(InputError, match="No such file"):
         read(tmp_path / "none.json")
+    path.write_text('{"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "none.json"}}')
+    with pytest.raises(InputError, match="which is not beside it"):
+        read(path, 2)
 
 
 def test_the_command_line(tmp_path: Path, capfd) -> None:

@@ -20,6 +20,13 @@ NONE = "no counterpart: left out"
 OURS = "chosen by shardwise itself"
 JOB = "of the job, not of the plan: `shardwise launch` asks for it"
 AUTO = "auto: another library fills it in; give its value here"
+LINEAR = "the warm-up is linear, from 0"
+WARMUP = {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000}
+DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {  # DeepSpeed's, where ours are others, by section and type
+    "optimizer": {"adam": {"weight_decay": 0.0}, "adamw": {"weight_decay": 0.0}},
+    "scheduler": {"warmuplr": WARMUP, "warmupdecaylr": WARMUP, "warmupcosinelr": {"warmup_num_steps": 1000}},
+}
+SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 
 
 @dataclass
@@ -37,6 +44,7 @@ class Translation:
     plan: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
+    peak_lr: float | None = None  # of a schedule that sets the rate itself, whatever the optimizer's is
     told: list[tuple[str, str]] = field(default_factory=list)
 
     def finished(self) -> Plan:
@@ -53,9 +61,13 @@ class Translation:
         if "dp_shard" not in values and "dp_replicate" not in values:
             values |= self._data_ranks(data)
         plan = Plan.from_dict(values)
-        if self.micro_batch is not None:
-            self.settings.setdefault("train.batch_samples", self.micro_batch * plan.accumulate * plan.data_ranks)
-        return plan
+        if self.peak_lr is not None:
+            self.settings["optimizer.lr"] = self.peak_lr
+        if self.micro_batch is None:
+            return plan
+        at_once = self.micro_batch * plan.data_ranks
+        whole = self.settings.setdefault("train.batch_samples", at_once * plan.accumulate)
+        return Plan.from_dict(values | {"accumulate": self.plan.get("accumulate", max(1, whole // at_once))})
 
     def _data_ranks(self, data: int) -> dict[str, Any]:
         if self.sharding == 0 or data == 1:
@@ -124,7 +136,10 @@ def _offload(made: Translation, value: Any) -> str:
 def _offload_weights(made: Translation, value: Any) -> str:
     if str(value) in ("none", "None", "False"):
         return "nothing is offloaded"
-    return f"{value}: weights are not offloaded here, the optimizer's state is (offload=optimizer): left out"
+    return (
+        f"{value}: weights stay on their device: left out; the optimizer's state moves by offload=optimizer, and "
+        "weights of zero=3 to a disk by offload=parameters:disk, where the device is the CPU"
+    )
 
 
 def _micro(made: Translation, value: Any) -> str:
@@ -153,6 +168,22 @@ def _schedule(made: Translation, value: Any) -> str:
         return f"{value} is none of constant, linear, cosine and wsd: give the nearest as schedule.name"
     made.settings["schedule.name"] = kinds[value]
     return f"--set schedule.name={kinds[value]}"
+
+
+def _peak(made: Translation, value: Any) -> str:
+    made.peak_lr = float(value)
+    return f"--set optimizer.lr={made.peak_lr:g}: this schedule sets the rate, whatever the optimizer's is"
+
+
+def _decoupled(made: Translation, value: Any) -> str:
+    if value is False:
+        made.settings["optimizer.name"] = "adam"
+    return f"--set optimizer.name={made.settings.get('optimizer.name', 'adamw')}"
+
+
+def _distributed_optimizer(made: Translation, value: Any) -> str:
+    made.sharding = int(str(value).lower() in ("true", "1"))
+    return f"zero={made.sharding}"
 
 
 def _distributed(made: Translation, value: Any) -> str:
@@ -233,7 +264,11 @@ ROWS: dict[str, Row] = {
     f"{ZERO}cpu_offload": _offload, "optimizer.type": _optimizer, "optimizer.params.lr": _setting("optimizer.lr"),
     "optimizer.params.eps": _setting("optimizer.eps"), "optimizer.params.momentum": _setting("optimizer.momentum"),
     "optimizer.params.weight_decay": _setting("optimizer.weight_decay"),
-    "optimizer.params.betas": _setting("optimizer.betas", list), "scheduler.type": _schedule,
+    "optimizer.params.betas": _setting("optimizer.betas", list), "optimizer.params.adam_w_mode": _decoupled,
+    "scheduler.type": _schedule, "scheduler.params.warmup_max_lr": _peak,
+    "scheduler.params.warmup_min_lr": _sentence(LINEAR), "scheduler.params.warmup_type": _sentence(LINEAR),
+    "scheduler.params.warmup_min_ratio": _sentence(LINEAR),
+    "scheduler.params.cos_min_ratio": _setting("schedule.final_factor"),
     "scheduler.params.warmup_num_steps": _setting("schedule.warmup_steps", int),
     "scheduler.params.total_num_steps": _setting("train.steps", int), "tensor_parallel.autotp_size": _field("tp"),
     "sequence_parallel_size": _field("cp_ulysses"), "pipeline.stages": _field("pp"),
@@ -245,6 +280,7 @@ ROWS: dict[str, Row] = {
     "megatron_lm_config.megatron_lm_sequence_parallelism": _true("sp", True, "sp=false, the default"),
     "megatron_lm_config.megatron_lm_num_micro_batches": _field("microbatches"),
     "megatron_lm_config.megatron_lm_gradient_clipping": _setting("train.clip_norm"),
+    "megatron_lm_config.megatron_lm_use_distributed_optimizer": _distributed_optimizer,
     "megatron_lm_config.megatron_lm_recompute_activations": _true("remat", "selective", "remat=none, the default"),
     "parallelism_config.parallelism_config_tp_size": _field("tp"),
     "parallelism_config.parallelism_config_cp_size": _field("cp"),
@@ -270,19 +306,38 @@ def read(path: Path, ranks: int | None = None) -> Translation:
     values = _parsed(path)
     if not any(key in ROWS or key.startswith(tuple(GROUPS)) for key, _ in _flat(values)):
         raise InputError(f"--from {path}: no key of it is one of DeepSpeed's or Accelerate's configurations")
+    unsaid = dict(_unsaid(values))
     # ranks and machines first: others are told by them
     first = ("num_processes", "num_machines", "distributed_type")
-    rows = sorted(_flat(values), key=lambda row: row[0] not in first)
+    rows = sorted([*_flat(values), *unsaid.items()], key=lambda row: row[0] not in first)
     for key, value in rows:
+        kind = SECTIONS.get(key.partition(".")[0])
+        if kind is not None and values.get("distributed_type", kind) != kind:
+            made.told.append((key, f"Accelerate reads it where distributed_type is {kind}: left out"))
+            continue
         if key.endswith("deepspeed_config_file"):
+            if not (path.parent / str(value)).is_file():
+                raise InputError(f"--from {path}: {key} names {value}, which is not beside it: put it there")
             inner = read(path.parent / str(value), made.ranks)
+            made.peak_lr = inner.peak_lr
             made.plan |= inner.plan
             made.settings |= inner.settings
             made.sharding, made.hybrid, made.micro_batch = inner.sharding, inner.hybrid, inner.micro_batch
             made.told += [(f"{value}: {name}", text) for name, text in inner.told]
             continue
-        made.told.append((key, _translated(made, key.removeprefix("deepspeed_config."), value)))
+        text = _translated(made, key.removeprefix("deepspeed_config."), value)
+        made.told.append((key, f"{text} (DeepSpeed's default)" if key in unsaid else text))
     return made
+
+
+def _unsaid(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of what a file leaves to DeepSpeed's defaults, where ours are others."""
+    for section, kinds in DEFAULTS.items():
+        said = values.get(section)
+        if isinstance(said, dict):
+            params = said.get("params") or {}
+            defaults = kinds.get(str(said.get("type")).lower(), {})
+            yield from ((f"{section}.params.{key}", value) for key, value in defaults.items() if key not in params)
 
 
 def _translated(made: Translation, key: str, value: Any) -> str:
