@@ -276,6 +276,23 @@ def test_an_engine_that_refuses_a_job_is_heard(folder: Path, capfd, monkeypatch)
     )
 
 
+def test_a_job_is_seen_and_ended_by_the_engines_own_client(folder: Path, capfd, monkeypatch) -> None:
+    for client in ("squeue", "scancel", "kubectl"):
+        (folder / client).write_text(f"#!/bin/sh\necho {client} $*\n[ {client} != scancel ] || exit 3\n")
+        (folder / client).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert launch("digits", "--on", "slurm", "--status") == 0
+    assert capfd.readouterr().out.strip() == "squeue --name digits"
+    assert launch("digits", "--on", "slurm", "--name", "mine", "--stop") == 3, "the client's exit code"
+    assert capfd.readouterr().out.strip() == "scancel --name mine"
+    assert launch("my/train.py", "--on", "k8s", "--follow") == 0
+    assert "jobset-name=train --all-containers" in capfd.readouterr().out
+    assert launch("digits", "--on", "ray", "--stop") == 2
+    assert "ray has no client for --stop: its client stays with the job" in capfd.readouterr().err
+    assert launch("digits", "--on", "sky", "--status") == 2
+    assert "sky is not installed here: run it where it is: sky jobs queue" in capfd.readouterr().err
+
+
 def test_the_map_hours_and_price_are_told(folder: Path, capfd) -> None:
     words = ["digits", "--plan", "dp_replicate=2,tp=2", "--on", "slurm", "--dry-run", "--cluster",
              "2x2 h100-sxm-80gb, ib-400", "--price", "2", "--json"]  # fmt: skip

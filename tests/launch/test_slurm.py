@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,20 @@ def test_a_job_that_is_stopped_and_requeued_has_the_bits_of_one_that_is_not(slur
     subprocess.run(["srun", "-N2", "--ntasks-per-node=1", *["shardwise", "train", "digits", "--plan"], PLAN, "--steps",
                     str(STEPS)], cwd=whole, env=slurm, check=True, timeout=150, capture_output=True)  # fmt: skip
     assert weights(stopped) == weights(whole)
+
+
+def test_a_job_is_asked_for_followed_and_ended(slurm, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\nprint('a first line', flush=True)\ntime.sleep(600)\n")
+    words = ["shardwise", "launch", "slow.py", "--on", "slurm"]
+    plan = ["--plan", PLAN, "--nodes", "2", "--cpu", "--setup", ":", "--time", "30m", "--yes"]
+    run = partial(subprocess.run, cwd=tmp_path, env=slurm, text=True, stdout=subprocess.PIPE)
+    assert "--status | --follow | --stop" in run([*words, *plan], timeout=60).stdout
+    assert "slow" in run([*words, "--status"], timeout=60).stdout
+    with pytest.raises(subprocess.TimeoutExpired) as watched:
+        run([*words, "--follow"], timeout=25)
+    assert b"a first line" in watched.value.stdout
+    assert run([*words, "--stop"], timeout=60).returncode == 0
+    assert came(lambda: "slow" not in asked(slurm, "squeue", "-h", "-n", "slow", "-t", "running"), 60)
 
 
 def test_a_partition_that_is_not_there_is_told(slurm, tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ MOUNTED = "/runs"  # where a volume is mounted, whose folder nobody named
 @click.option("-o", "--output", callback=given, default=FOLDER, show_default=True, help="Folder of the files.")
 @click.option("--dry-run", is_flag=True, help="Print the files and end; nothing is written.")
 @click.option("--yes", is_flag=True, help="Submit without a question.")
+@click.option("--status", "ask", flag_value="status", help="Submit nothing: where the job of this name stands.")
+@click.option("--follow", "ask", flag_value="follow", help="The same: what its ranks say; with --yes, once submitted.")
+@click.option("--stop", "ask", flag_value="stop", help="The same: end it for good.")
 @common
 @click.pass_obj
 def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any) -> None:
@@ -68,11 +71,16 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     shardwise launch train.py --plan dp_shard=2 --on hosts --host node0 --host node1 -- --lr 1e-3
 
     Without --dry-run the files are written, and submitted by the engine's own client after a question, or --yes.
+    --status, --follow and --stop ask that client about the job of the same target or --name.
     A run that is stopped saves, and goes on when the job starts again.
     """
     from shardwise.launch import engines
+    from shardwise.launch.launch_job import job_name
 
     chosen = engines.engine(words["on"])
+    if words["ask"] and not (words["ask"] == "follow" and words["yes"]):
+        answer.code = engines.ask(chosen, words["ask"], job_name(words["name"], target))
+        return
     effective, plan = _settled(target, words["plan"], words)
     job, cluster = _job(target, arguments, effective, plan, words, chosen)
     files = engines.files_of(chosen, job)
@@ -92,9 +100,16 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         return
     answer.code, said = engines.submit(chosen, job, paths[0])
     answer.fields.update(submitted=command, said=said)
-    after = [f"{what}: {line.format(name=job.name)}" for what, line in
-             (("to see it", chosen.follow), ("to end it", chosen.stop)) if line]  # fmt: skip
-    answer.text = "\n".join([*([said] if said else []), *after])
+    if words["ask"] and not answer.code:
+        answer.code = engines.ask(chosen, words["ask"], job.name)
+        return
+    again = shlex.join(
+        ["shardwise", "launch", target, "--on", chosen.name, *(["--name", words["name"]] * bool(words["name"]))]
+    )
+    asked = [what for what in ("status", "follow", "stop") if getattr(chosen, what)]
+    answer.text = "\n".join(
+        [*([said] if said else []), *([f"later: {again} --{' | --'.join(asked)}"] if asked else [])]
+    )
 
 
 def _agreed(command: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class LaunchEngine:
     submit      (job, first file) -> words of the client that submits it
     takes       fields of a job that it needs or uses, beside those that all do; others are refused where they are given
     needs       the same, of which it needs a value: (field, what to do)
-    follow, stop   the client's words, with {name}, to see a job and to end it
+    status, follow, stop   the client's words, with {name}: where a job stands, what its ranks say, and to end it
     waits       whether the client ends with the job, so that its output is shown and its exit code is the job's
     """
 
@@ -40,6 +41,7 @@ class LaunchEngine:
     submit: Callable[[LaunchJob, str], list[str]]
     takes: tuple[str, ...] = ()
     needs: tuple[tuple[str, str], ...] = ()
+    status: str = ""
     follow: str = ""
     stop: str = ""
     waits: bool = False
@@ -122,6 +124,21 @@ def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
     if ran.returncode:
         raise RunError(f"{chosen.name} did not take the job ({' '.join(words)}): {_reason(ran.stderr or ran.stdout)}")
     return 0, ran.stdout.strip()
+
+
+def ask(chosen: LaunchEngine, what: str, name: str) -> int:
+    """Run the client's words for `what` ("status", "follow", "stop") of a job, here; returns its exit code."""
+    text: str = getattr(chosen, what)
+    if not text:
+        where = "its client stays with the job, and shows it" if chosen.waits else f"use {chosen.status}"
+        raise InputError(f"{chosen.name} has no client for --{what}: {where}")
+    words = shlex.split(text.format(name=name))
+    if shutil.which(words[0]) is None:
+        raise InputError(f"{chosen.name}: {words[0]} is not installed here: run it where it is: {shlex.join(words)}")
+    try:
+        return subprocess.run(words, check=False).returncode
+    except KeyboardInterrupt:  # the job goes on
+        return 0
 
 
 def _reason(said: str) -> str:

@@ -163,6 +163,7 @@ ENGINE = LaunchEngine(
         ("volume", "a claim that all nodes may write, --volume CLAIM: else each pod has a folder of its own, which "
                    "ends with it"),
     ),
+    status="kubectl get pods -l jobset.sigs.k8s.io/jobset-name={name}",
     follow="kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name} --all-containers",
     stop="kubectl delete trainjob {name}",
     remarks=_remarks,

@@ -69,6 +69,6 @@ ENGINE = LaunchEngine(
     _render,
     lambda job, path: ["qsub", path],
     takes=("minutes", "queue", "account", "extra"),
-    follow="qstat",
-    stop="qdel JOB",
+    status="bash -c 'qstat $(qselect -N {name})'",
+    stop="bash -c 'qdel $(qselect -N {name})'",
 )

@@ -79,6 +79,7 @@ ENGINE = LaunchEngine(
     takes=("image", "volume", "accelerator"),
     needs=(("volume", "a volume of SkyPilot, or of one node a bucket (--volume s3://NAME): else what is saved ends "
                       "with the nodes"),),
+    status="sky jobs queue",
     follow="sky jobs logs --name {name}",
     stop="sky jobs cancel --name {name}",
     remarks=_remarks,

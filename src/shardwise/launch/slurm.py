@@ -74,6 +74,8 @@ ENGINE = LaunchEngine(
     _render,
     lambda job, path: ["sbatch", path],
     takes=("minutes", "queue", "account", "extra"),
-    follow="squeue --name {name}",
+    status="squeue --name {name}",
+    follow='bash -c \'until log=$(ls -t {name}-*.log 2>/dev/null | head -n 1); [ -n "$log" ]; do sleep 1; done; '
+    'tail -n +1 -F "$log"\'',
     stop="scancel --name {name}",
 )
