@@ -266,6 +266,17 @@ def test_a_row_goes_once_to_a_node_that_has_several_of_its_experts() -> None:
     assert wire.rows(RankGroup(8), size, 8) == inside
 
 
+def test_gloos_reduce_scatter_is_an_all_reduce_where_no_table_tells() -> None:
+    gpus = Cluster.parse("2x2 l40s, eth-10")
+    cpus = Wire(replace(gpus, device=replace(gpus.device, kind="cpu", table="")))
+    for group in (RankGroup(2), RankGroup(4)):
+        scattered = cpus.collective("reduce_scatter", group, 1e9)
+        assert scattered == cpus.collective("all_reduce", group, 1e9)
+        assert scattered == pytest.approx(2 * cpus.collective("all_gather", group, 1e9), rel=0.01)
+    one_way = Wire(gpus).collective("all_gather", RankGroup(4), 1e9)
+    assert Wire(gpus).collective("reduce_scatter", RankGroup(4), 1e9) == pytest.approx(one_way, rel=0.05)
+
+
 def test_rows_of_experts_that_travel_beside_computing_slow_it() -> None:
     """They are waited for where they take longer than all computing alone; processors that send do not compute."""
     shape = Shape.from_row(model("deepseek-v3"))

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,10 +44,15 @@ def clean(**environ: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{kept['PATH']}"} | environ
 
 
-@pytest.fixture(scope="session")
-def hosts() -> Iterator[list[Host]]:
+class NoHosts(Exception):
+    """Hosts cannot be made here."""
+
+
+@contextmanager
+def linked(rate: str | None = None) -> Iterator[list[Host]]:
+    """Context with two hosts and a link between them, of `rate` each way ("100mbit") where it is given."""
     if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("needs root and ip, to make two hosts of this one")
+        raise NoHosts("needs root and ip, to make two hosts of this one")
     made = [Host(f"sl{os.getpid()}{end}", f"10.78.0.{at}") for at, end in enumerate("ab", 1)]
     one, two = (host.name for host in made)
     lines = [
@@ -57,15 +63,26 @@ def hosts() -> Iterator[list[Host]]:
     for host in made:
         lines += [f"ip -n {host.name} addr add {host.address}/24 dev {host.name}", f"ip -n {host.name} link set lo up",
                   f"ip -n {host.name} link set {host.name} up"]  # fmt: skip
+        if rate is not None:
+            lines += [f"tc -n {host.name} qdisc add dev {host.name} root tbf rate {rate} burst 128kb latency 300ms"]
     try:
         for line in lines:
             ran = subprocess.run(line.split(), capture_output=True, text=True, timeout=30)
             if ran.returncode != 0:
-                pytest.skip(f"two hosts cannot be made here: {line}: {ran.stderr.strip()}")
+                raise NoHosts(f"two hosts cannot be made here: {line}: {ran.stderr.strip()}")
         yield made
     finally:
         for host in made:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, timeout=30)
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[list[Host]]:
+    try:
+        with linked() as made:
+            yield made
+    except NoHosts as why:
+        pytest.skip(str(why))
 
 
 def finished(processes: list[subprocess.Popen], timeout_s: float = 150) -> list[tuple[int, str]]:

@@ -119,6 +119,7 @@ class Wire:
         base = self._inside(op, local, 1.0) if local > 1 else 10e-6
         if op == "all_to_all":
             return base + (nodes - 1) * hop + self._to_each(group.size, local, size_bytes, tier)
+        op = self._made_of(op)
         on_link = bus_factor(op, group.size) * size_bytes
         rate = local * self.cluster.tiers[tier].gbps.value * 1e9
         if local > 1:
@@ -152,6 +153,13 @@ class Wire:
         near = self._inside("all_to_all", local, size_bytes * local / ranks) if local > 1 else 0.0
         return max(far, near)
 
+    def _made_of(self, op: str) -> str:
+        """Returns the collective of which one without a table is made: gloo's reduce-scatter is an all-reduce.
+
+        Counted on a link between two hosts of two CPU ranks: 1.5 times the tensor each way, where a ring sends 0.75.
+        """
+        return "all_reduce" if op == "reduce_scatter" and self.cluster.device.kind == "cpu" else op
+
     def _one_domain(self, group: RankGroup) -> bool:
         """Whether a group lies in one domain: rack-scale tiers have the rate of the innermost one."""
         return all(t.name.startswith("nvlink") for t in self.cluster.tiers[: self.tier(group) + 1])
@@ -160,7 +168,7 @@ class Wire:
         table = self.table
         if table is not None and op in table.times:
             return table.seconds(op, ranks, size_bytes)
-        own = self.cluster.tiers[0]
+        own, op = self.cluster.tiers[0], self._made_of(op)
         share = 1.0 if own.gbps.kind == "measured" else INSIDE_SHARE
         steps = (ranks - 1) * (2 if op == "all_reduce" else 1)
         return bus_factor(op, ranks) * size_bytes / (own.gbps.value * 1e9 * share) + steps * own.latency_us.value * 1e-6
