@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,15 @@ from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
 from shardwise.layout.grid import AXES, INNER, SPACE
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's coordinates and groups: one `Axis` for each mesh axis in use, `data` and `world`."""
+    """This rank's coordinates and groups: one `Axis` for each mesh axis in use, `data` and `world`.
+
+    A mesh belongs to one task: what was tried out for an engine holds for the next one on it (`once`).
+    """
 
     plan: Plan
     rank: int
@@ -52,6 +58,7 @@ class Mesh:
     expert_data: Axis  # and of all replicas
     device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard) of this rank, where gradients has more than one rank
     made: tuple[dist.ProcessGroup, ...] = ()  # groups that were made for it, and end with it
+    found: dict[str, Any] = field(default_factory=dict, compare=False)  # what `once` has returned
 
     @property
     def counts(self) -> bool:
@@ -69,6 +76,12 @@ class Mesh:
         axes = (self.world, self.gradients, self.shard, self.data, self.replicate, self.tp, self.pp, *self.inner,
                 *self.expert_axes)  # fmt: skip
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
+
+    def once(self, what: str, search: Callable[[], T]) -> T:
+        """Returns what `search()` returned when `what` was first asked for on this mesh. Collective where that is."""
+        if what not in self.found:
+            self.found[what] = search()
+        return self.found[what]
 
     def close(self) -> None:
         """Destroys the mesh's process groups, with their threads and connections. No collective may be under way."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from two_hosts import Host, clean, finished
 
+from shardwise.cli.main import call
 from shardwise.launch.lines import start_line
 from shardwise.layout import Plan
 
@@ -28,9 +29,8 @@ def weights(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("plain")
-    subprocess.run(TRAIN.format(out="here").split(), cwd=folder, env=clean(), check=True, timeout=150,
-                   capture_output=True)  # fmt: skip
-    return weights(folder / "here")
+    assert call(TRAIN.format(out=folder).split()[1:]) == 0
+    return weights(folder)
 
 
 def test_the_line_that_starts_a_plan_joins_two_hosts(hosts: list[Host], plain: str, tmp_path: Path) -> None:

@@ -27,13 +27,13 @@ EQUAL = {
         norm_cumulative                REMAT | FLAT
         norm_in_checkpoint             FULL | REPLICAS
         norm_functional                REMAT | FLAT
-        counting                       FULL REMAT | REPLICAS
+        counting                       REMAT | FULL REPLICAS
         spectral                       FULL | REMAT
         spectral_by_hooks              REMAT | FLAT
         weight_normed                  FULL | REMAT
         teacher                        FULL tp=2 | REPLICAS FLAT tp=2,pp=2
-        odd_parameters                 REPLICAS FULL | FLAT HYBRID
-        sparse_gradients               REPLICAS FULL
+        odd_parameters                 FULL | REPLICAS FLAT HYBRID
+        sparse_gradients               FULL | REPLICAS
         weight_used_outside            FULL pp=2,dp_shard=2,zero=3,microbatches=2 | FLAT HYBRID FULL,remat=full
         table_for_eval                 ZERO3
         weight_of_a_block_in_the_output FULL
@@ -41,7 +41,7 @@ EQUAL = {
         reentrant_twice                REPLICAS | FLAT
         tied_reentrant                 FLAT | REPLICAS
         routed_experts                 REPLICAS FULL | FLAT HYBRID
-        penalised                      tp=2 FULL | REPLICAS
+        penalised                      tp=2 | FULL REPLICAS
         hooked                         FULL tp=2,pp=2 | REPLICAS
         reversible                     FULL
         sparse_graph                   pp=2
@@ -52,9 +52,9 @@ EQUAL = {
         shared_module                  FULL
         adds_to_views                  ZERO3,remat=full | FULL
         complex_parameter              FULL
-        pairs                          REPLICAS FULL | HYBRID
+        pairs                          FULL | REPLICAS HYBRID
         drops_a_single_sample          REPLICAS
-        pairs_with_as_many_scales      REPLICAS FULL | FLAT
+        pairs_with_as_many_scales      FULL | REPLICAS FLAT
     """,
     # which a plan has to look at twice, and ways to make weights
     "unlike_tasks": """
@@ -66,11 +66,11 @@ EQUAL = {
         jacobian                       pp=2 ZERO3 | REPLICAS
         jacobian_inside                pp=2 ZERO3
         sensitivity                    pp=2 ZERO3
-        rounded_inside                 tp=2 ZERO3 | pp=2
+        rounded_inside                 tp=2 | ZERO3 pp=2
         loaded                         pp=2
         loaded_from_file               REPLICAS | tp=2,pp=2
         copied                         ZERO3
-        own_generator                  pp=2 ZERO3
+        own_generator                  pp=2 | ZERO3
         complex_weights                dp_shard=3,zero=1 | dp_replicate=3 dp_shard=2,zero=2,accumulate=2
         complex_signs                  ZERO3 | dp_shard=2,zero=2,accumulate=2
         weight_norm_hooks              pp=2
@@ -132,7 +132,7 @@ EQUAL = {
     "remembering_tasks": """
         updated                        pp=2,microbatches=2 | pp=2,schedule=zbh1,microbatches=4
         counted                        pp=2,microbatches=2 | pp=4
-        outside                        tp=2 REPLICAS | ZERO3 pp=2,microbatches=2
+        outside                        tp=2 | REPLICAS ZERO3 pp=2,microbatches=2
         stored                         pp=2,microbatches=2 | ZERO3 tp=2 dp_replicate=2,accumulate=2
         telling                        pp=2
         dropped                        pp=2,microbatches=2 | pp=4,microbatches=4 pp=2,schedule=interleaved1f1b

@@ -517,7 +517,7 @@ def test_sorted_positions_equal_one_process(pool, plan: str) -> None:
         ("running_sums", "cp_ulysses=3"),
         ("recurrent", "cp=2"),
         ("batch_first", "cp=2,tp=2,sp=true"),
-        ("decays", "cp=2"),
+        pytest.param("decays", "cp=2", marks=pytest.mark.long),
         ("decays", "cp_ulysses=3"),
     ],
 )

@@ -51,6 +51,7 @@ def test_a_convolution_that_overlaps_its_halo_wrongly_is_found(wrong: bool, pool
     assert parity.equal != wrong, parity.text()
 
 
+@pytest.mark.long  # test_both plants the same, and test_mock_device runs the task as it is
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_causal_block_whose_later_rows_are_masked_wrongly_is_found(wrong: bool, pool: RankPool) -> None:
     bug = Bug("", "shardwise.parallel.sequence.block_attention:_scores", ".tril(first)", ".tril(0)", "", "")

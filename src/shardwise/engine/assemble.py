@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.engine.optimizer import make_optimizer, shares_of
+from shardwise.engine.optimizer import make_optimizer, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
 from shardwise.errors import RefusedPlan
@@ -55,10 +55,11 @@ def assemble(
     named, pairs = trainable(applied.module), pairs_in(applied.module)
     names = [name for name, _ in named]
     forward, staged = _forward(task, mesh, precision, applied)
-    optimizer, nature, owners = make_optimizer(
-        task.optimizer, applied.technique, names, _full_shapes(applied, pairs), mesh.shard, stage=plan.sharded,
-        shares=shares_of(plan.tp, plan.ep), numbers=[param.is_complex() or name in pairs for name, param in named],
-        marks=applied.marks,
+    shapes, numbers = _full_shapes(applied, pairs), [param.is_complex() or name in pairs for name, param in named]
+    nature = mesh.once("nature of the optimizer", lambda: try_out(task.optimizer, shapes, numbers))
+    optimizer, owners = make_optimizer(
+        task.optimizer, nature, applied.technique, names, shapes, mesh.shard, stage=plan.sharded,
+        shares=shares_of(plan.tp, plan.ep), marks=applied.marks,
     )  # fmt: skip
     refuse_optimizer(nature, UNSHARDED, stages=plan.pp)  # `make_optimizer` refuses for zero, tp and ep
     notices = applied.notices + _leaves_node(plan)

@@ -47,11 +47,15 @@ def cut_module(
     inseparable  paths of modules inside which no stage may begin, whatever the plan
     Raises `RefusedPlan` for what cannot be cut, naming why.
     """
-    sample = few_samples(task, plan, mesh.data, mesh.device)
-    cut, notice = cut_forward(task, plan, precision, sample, built, blocks, mesh.pp.index, inseparable)
-    _agree(cut, mesh)
-    cut.notices = _notices(cut, notice)
-    return cut
+
+    def agreed() -> StagePlacement:
+        sample = few_samples(task, plan, mesh.data, mesh.device)
+        cut, notice = cut_forward(task, plan, precision, sample, built, blocks, mesh.pp.index, inseparable)
+        _agree(cut, mesh)
+        cut.notices = _notices(cut, notice)
+        return cut
+
+    return mesh.once("stages", agreed)
 
 
 def cut_forward(

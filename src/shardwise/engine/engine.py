@@ -25,11 +25,11 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.look.deterministic import fix_threads, refuse_shared
 from shardwise.look.first_samples import Findings
-from shardwise.look.task_look import follow_draws, make_and_look
+from shardwise.look.task_look import LOOK, as_looked, follow_draws, make_and_look
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, sync_module
 from shardwise.parallel.slots import DataParallel
-from shardwise.precision import met_at, told_met
+from shardwise.precision import Precision, met_at, told_met
 from shardwise.random import BatchDims, Randomness
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
@@ -76,7 +76,22 @@ def parallelize(
     if not dist.is_initialized() and here() is not None:
         join()  # a launcher started this process
     mesh = build_mesh(plan, own_device(device))
+    return on_mesh(
+        task, plan, mesh, seed=seed, randomness=randomness, clip_norm=clip_norm, schedule=schedule,
+        on_nonfinite=on_nonfinite, check_loss=check_loss,
+    )  # fmt: skip
 
+
+def on_mesh(
+    task: Task, plan: Plan, mesh: Mesh, *, seed: int, randomness: Randomness, clip_norm: float | None,
+    schedule: Callable[[int], float] | None = None, on_nonfinite: str = "raise", check_loss: bool = True,
+) -> Engine:  # fmt: skip
+    """Returns an engine on a mesh, by the parameters of `parallelize`. Collective.
+
+    The second engine on a mesh, of the same task under the same plan in another precision, takes what was tried for
+    the first: cuts, stages, positions, the optimizer's nature. In float32, in which tasks are written, it takes the
+    findings of the look too; in 16 bits a task may fail where it did not.
+    """
     tasks = [task]  # and the one in which operations meet in one dtype, once that is needed
 
     def make(enclosed: Collection[str] = ()) -> RankState:
@@ -86,7 +101,10 @@ def parallelize(
         state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite
         return state
 
-    if check_loss:
+    if LOOK in mesh.found and Precision.of(plan).compute == torch.float32:
+        state = make(mesh.found[LOOK].enclosed)
+        findings = as_looked(state, mesh.found[LOOK])
+    elif check_loss:
         try:
             state, findings = make_and_look(make, masks=randomness == "global")
         except (InputError, RefusedPlan) as error:

@@ -20,12 +20,17 @@ def spread_experts(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
 ) -> ExpertParallel:
     """Returns the experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
-    return ExpertParallel(_from_rank_0(lambda: look_for_experts(task, plan, precision, built, batch), mesh), mesh.ep)
+    stacks = mesh.once("dealt experts", lambda: _from_rank_0(
+        lambda: look_for_experts(task, plan, precision, built, batch), mesh
+    ))  # fmt: skip
+    return ExpertParallel(stacks, mesh.ep)
 
 
 def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any) -> list[Stack]:
     """Returns the stacks of `row_wise_experts`, found by rank 0 for all. Collective."""
-    return _from_rank_0(lambda: row_wise_experts(task, precision, built, batch), mesh)
+    return mesh.once("experts by rows", lambda: _from_rank_0(
+        lambda: row_wise_experts(task, precision, built, batch), mesh
+    ))  # fmt: skip
 
 
 def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any) -> list[Stack]:

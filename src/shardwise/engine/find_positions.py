@@ -41,6 +41,8 @@ from shardwise.trace.deferred import Built
 from shardwise.trace.known_values import as_real
 from shardwise.trace.without_gradient import HooksLeftOut
 
+POSITIONS = "positions"  # of what is tried once for a mesh
+
 
 def find_positions(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any,
@@ -52,7 +54,7 @@ def find_positions(
     batch     a few samples, the same on every rank
     samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
     row_wise  modules of experts that are given a rank's own rows
-    mesh      of a run: rank 0 finds them for all, every rank tries its own share too, and all agree
+    mesh      of a run: rank 0 finds them for all, every rank tries its own share too, and all agree, once
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
     """
     samples = samples_in(batch) if samples is None else samples
@@ -63,15 +65,17 @@ def find_positions(
     def search() -> dict[str, Any]:
         return _search(task, plan, inner, precision, built, batch, samples, trial)
 
-    chosen = search() if mesh is None else of_first(search, mesh.world, mesh.device)
+    tried = None if mesh is None else mesh.found.get(POSITIONS)
+    chosen = tried or (search() if mesh is None else of_first(search, mesh.world, mesh.device))
     # Candidates come in one order on every rank: the place says which, since classes do not travel as JSON.
     candidate = next(islice(_candidates(task, plan, inner, built, batch, samples), chosen["candidate"], None))
     positions = replace(candidate.positions, **{key: chosen[key] for key in ("zigzag", "tables", "stopped")})
-    if mesh is not None:
+    if mesh is not None and not tried:
         place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
         # rank 0 has tried the ends for all; a share between them may have other extents
         met = (None, chosen["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
         check_met(mesh, place, *met)
+        mesh.found[POSITIONS] = chosen
     shape, size_bytes = chosen["mask"]
     positions = replace(
         positions, routes=tuple(chosen["routes"]), mask=(tuple(shape), size_bytes), past=chosen["past"],

@@ -279,6 +279,7 @@ def refuse(nature: Nature, zero: ZeroStage, shares: str = "", stages: int = 1, n
 
 def make_optimizer(
     make: OptimizerFn,
+    nature: Nature,
     technique: DataParallel,
     names: list[str],
     shapes: list[torch.Size],
@@ -286,18 +287,16 @@ def make_optimizer(
     *,
     stage: ZeroStage,
     shares: str = "",
-    numbers: Sequence[bool] = (),
     marks: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-) -> tuple[Optimizer, Nature, OwnedMasters | None]:
-    """Returns this rank's optimizer, what the trial found, and the owners of whole tensors where it needs these.
+) -> tuple[Optimizer, OwnedMasters | None]:
+    """Returns this rank's optimizer, and the owners of whole tensors where it needs these.
 
+    nature  what `try_out` found
     shares  see `shares_of`
-    numbers see `try_out`
     marks   attributes that a user has put on parameters, by their names (`p.lr_scale = 0.1`)
 
     Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
     """
-    nature = try_out(make, shapes, numbers)
     slots = technique.slots
     refuse(nature, stage, shares)
     for slot in slots:
@@ -305,13 +304,13 @@ def make_optimizer(
     by_index = {index: marks[name] for index, name in enumerate(names) if name in marks}
     # Masters that are whole need no stand-ins: the task's function gets them themselves.
     if all(slot.whole for slot in slots) and not stage.state and not shares:
-        return construct(make, [slot.master for slot in slots]), nature, None
+        return construct(make, [slot.master for slot in slots]), None
     if nature.kind == "per tensor":
         owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard)
-        return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}, by_index), nature, owners
+        return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}, by_index), owners
     index_of = {name: index for index, name in enumerate(names)}
     pieces: dict[int, list[nn.Parameter]] = {}
     for slot in slots:
         if slot.master.numel():  # a rank may have no element of a weight, and no optimizer state for it
             pieces.setdefault(index_of[slot.name], []).append(slot.master)
-    return over_pieces(make, shapes, pieces, by_index), nature, None
+    return over_pieces(make, shapes, pieces, by_index), None

@@ -32,9 +32,11 @@ def cut_tensors(
 
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
-    cuts = of_first(
-        lambda: derive_cuts(task, plan, precision, built, batch, dealt=dealt).encoded(), mesh.world, mesh.device
-    )
+
+    def derived() -> Any:
+        return derive_cuts(task, plan, precision, built, batch, dealt=dealt).encoded()
+
+    cuts = mesh.once("cuts of tp", lambda: of_first(derived, mesh.world, mesh.device))
     return TensorParallel(Derived.decoded(cuts), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap))
 
 

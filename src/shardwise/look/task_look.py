@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -228,7 +229,39 @@ def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) 
         first, *more = sorted(path for path, of in enclosed.items() if of == why)
         kind, then = ("parameters", _HELD_WHOLE) if why == _WRITTEN else ("units", _AROUND)
         state.notices.append(f"zero=3: '{first}'{f' (and {len(more)} more {kind})' if more else ''} {why}, {then}")
+    paths = {child: path for path, child in state.module.named_modules()}
+    norms = [paths[norm] for norm in findings.batch_norms]
+    plain = replace(findings, batch_norms=[])
+    state.mesh.found[LOOK] = Looked(plain, norms, enclosed, dict(state.terms), state.forward.batched)
     return state, findings
+
+
+LOOK = "look"  # of what is tried once for a mesh
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A look at one engine of a task, for another one.
+
+    norms     batch norms, by their paths
+    enclosed  of `assemble`, with why
+    terms     of `RankState`; batched: of `Forward`
+    """
+
+    findings: Findings
+    norms: list[str]
+    enclosed: dict[str, str]
+    terms: dict[str, bool]
+    batched: list[bool] | None
+
+
+def as_looked(state: RankState, looked: Looked) -> Findings:
+    """Returns the findings of a look at another engine of the task, by this one's modules; nothing is run."""
+    findings = replace(looked.findings, batch_norms=[*map(state.module.get_submodule, looked.norms)])
+    state.terms, state.keeps_samples = dict(looked.terms), findings.keeps_samples
+    state.forward.batched = looked.batched
+    _follow_writes(state, findings)
+    return findings
 
 
 _WRITTEN = "is written by the forward"

@@ -1,8 +1,8 @@
 """Dtypes of one step of a task in the plan's own precision: of a rank, and of one process. `dtypes` compares them.
 
-`verify TASK` proves values in float64, where every dtype is the same one. So the ranks take one step more as a run
-takes it, and one process a micro-batch. Of these nothing is compared but the dtypes of what is sent, summed, kept and
-returned.
+`verify TASK` proves values in float64, where every dtype is the same one. So the ranks take one step more in the
+plan's own precision, by what was tried for the float64 engine, and one process a micro-batch. Of these nothing is
+compared but the dtypes of what is sent, summed, kept and returned.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from shardwise.device import pick_device
-from shardwise.engine.engine import parallelize
+from shardwise.engine.engine import on_mesh
 from shardwise.layout import Plan
+from shardwise.mesh import Mesh
 from shardwise.precision import met_at
 from shardwise.proof.dtypes import SeenDtypes, of_states, returned, said, watched
 from shardwise.proof.literal import bounds, optimizer_of, samples_of
@@ -26,9 +27,10 @@ from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 
-def rank_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
-    """Returns the dtypes of a rank's first step under the plan. Collective."""
-    engine = parallelize(task, plan, **settings.of_engine)
+def rank_dtypes(task: Task, plan: Plan, settings: Settings, mesh: Mesh) -> SeenDtypes:
+    """Returns the dtypes of a rank's first step under the plan, on the mesh of the float64 engine. Collective."""
+    engine = on_mesh(task, plan, replace(mesh, plan=plan), seed=settings.seed, randomness="global",
+                     clip_norm=settings.clip_norm)  # fmt: skip
     with watched(engine) as seen:
         engine.step(global_batch(task, settings, 0))
     return seen

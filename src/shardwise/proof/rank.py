@@ -20,6 +20,7 @@ from shardwise.engine.engine import Engine, parallelize
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import cut
+from shardwise.mesh import Mesh
 from shardwise.part import plain
 from shardwise.proof.own_dtypes import rank_dtypes
 from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
@@ -39,12 +40,12 @@ def run_rank(task: Any, plan: Plan, settings: Settings, own: Plan | None = None)
 
     own   the plan in its own precision, in which one step more is taken for its dtypes; None: it is not
     """
-    record = _recorded(resolve_task(task), plan, settings)
-    record.dtypes = None if own is None else rank_dtypes(resolve_task(task), own, settings)
+    record, mesh = _recorded(resolve_task(task), plan, settings)
+    record.dtypes = None if own is None else rank_dtypes(resolve_task(task), own, settings, mesh)
     return record
 
 
-def _recorded(resolved: Task, plan: Plan, settings: Settings) -> Record:
+def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, Mesh]:
     engine, buckets = _engine(resolved, plan, settings)
     record = Record(
         notices=list(engine.notices), buckets=min(buckets, default=0) if engine.mesh.gradients.size > 1 else 0
@@ -66,8 +67,8 @@ def _recorded(resolved: Task, plan: Plan, settings: Settings) -> Record:
         record.states.append(_states(engine, record))
         _compare_ranks(engine, record, step, _answers(engine, record, step))
     if engine.rank == 0:
-        return record
-    return Record(losses=record.losses, norms=record.norms, deviations=record.deviations)
+        return record, engine.mesh
+    return Record(losses=record.losses, norms=record.norms, deviations=record.deviations), engine.mesh
 
 
 def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrace:

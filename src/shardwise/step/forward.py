@@ -41,7 +41,7 @@ class Forward:
         self.positions = positions
         self.gathered_bytes = 0  # received for loss_scope="global" since the start
         self.metrics = MetricTally(task.metrics, device) if task.metrics is not None else None
-        self._batched: list[bool] | None = None  # which output leaves have the batch dim, once it was looked at
+        self.batched: list[bool] | None = None  # which output leaves have the batch dim, once it was looked at
 
     def to_device(self, batch: Any) -> Any:
         """Returns the batch on this rank's device, its positions cut; float64 runs see float64 data."""
@@ -94,8 +94,8 @@ class Forward:
         (_, spec), *_ = flat = [tree_flatten(output) for output in outputs]
         counts = [samples_in(batch) for batch in batches]
         by_leaf = list(zip(*(leaves for leaves, _ in flat), strict=True))
-        self._batched = [_has_samples(leaves, counts) for leaves in by_leaf]
-        joined = [torch.cat(leaves[1:]) if at else leaves[0] for leaves, at in zip(by_leaf, self._batched, strict=True)]
+        self.batched = [_has_samples(leaves, counts) for leaves in by_leaf]
+        joined = [torch.cat(leaves[1:]) if at else leaves[0] for leaves, at in zip(by_leaf, self.batched, strict=True)]
         return loss_on(self.task, tree_unflatten(joined, spec), batches[0])
 
     def output(self, batch: Any) -> Any:
@@ -134,7 +134,7 @@ class Forward:
             return _ShareOfGradient.apply(leaf, ranks) if leaf.requires_grad else leaf
 
         leaves, spec = tree_flatten(whole(output))
-        batched = self._batched
+        batched = self.batched
         if batched is None or len(batched) != len(leaves):  # nothing was looked at: by size
             rows = max(part.count, 1)  # a stand-in is one sample
             batched = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]

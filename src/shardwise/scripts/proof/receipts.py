@@ -30,22 +30,22 @@ FOLDER, FILE = ".shardwise", "proofs.json"
 
 def files_of(script: str) -> dict[str, str]:
     """Returns digests of a script and of the modules under its folder that this process has imported, by path."""
-    home = Path(script).resolve().parent
-    proofs = {Path(script).resolve()}
-    place = cache(os.path.realpath)  # of a folder: thousands of modules lie in some hundred of them
+    script = os.path.realpath(script)
+    home, prefix = (os.path.join(os.path.realpath(folder), "") for folder in (os.path.dirname(script), sys.prefix))
+
+    @cache  # thousands of modules lie in some hundred folders
+    def own(folder: str) -> str | None:
+        place = os.path.join(os.path.realpath(folder), "")
+        return place if place.startswith(home) and not place.startswith(prefix) else None
+
+    proofs = {script}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
         if isinstance(name, str) and name.endswith(".py"):
             folder, file = os.path.split(os.path.realpath(name) if os.path.islink(name) else name)
-            path = Path(place(folder), file)
-            if _is_below(path, home) and not _is_below(path, Path(place(sys.prefix))):
-                proofs.add(path)
-    return {str(path.relative_to(home)): digest_of(path) for path in sorted(proofs)}
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    """Returns whether a path lies in a folder, both being resolved."""
-    return str(path).startswith(os.path.join(folder, ""))
+            if place := own(folder):
+                proofs.add(place + file)
+    return {path.removeprefix(home): digest_of(Path(path)) for path in sorted(proofs)}
 
 
 def digest_of(path: Path) -> str:
