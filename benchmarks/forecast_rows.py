@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from forecast_cells import Row, Skip, number, real
-from forecast_ran_on import as_run, cluster_of, device_name, fp8_suffix, software_name, software_of
+from forecast_ran_on import as_run, bridge_recomputes, cluster_of, device_name, fp8_suffix, software_name, software_of
 
 from shardwise.cluster import Cluster, model
 from shardwise.cluster import device as devices
@@ -277,7 +277,7 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         micro_batch=micro,
         n_micro=max(1, batch // (micro * dp)),
         seq=number(row, "seq_len"),
-        recompute=row["recompute"].lower() or "none",
+        recompute=row["recompute"].lower() or ("selective" if bridge_recomputes(row) else "none"),
         schedule=schedule,
         stage_layers=stage_layers,
     )
