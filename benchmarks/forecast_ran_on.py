@@ -93,6 +93,14 @@ def software_of(file: str, row: Mapping[str, str], layout: Layout) -> Software:
     return bridge_recipe(found, row, layout) if found.name.startswith("nemo") else found
 
 
+def unsaid_chunks(row: Mapping[str, str], layers: int, pp: int) -> int:
+    """Stages of one rank where a row does not say it: Llama 3's pipeline is interleaved, one layer to a stage.
+
+    Source: The Llama 3 Herd of Models (2024), section 3.3.2; the first and the last stage hold one layer less.
+    """
+    return math.ceil(layers / pp) if pp > 1 and "herd of models" in (row["source"] + row["notes"]).lower() else 1
+
+
 def bridge_recipe(nemo: Software, row: Mapping[str, str], layout: Layout) -> Software:
     """What the recipes of NVIDIA-NeMo/Megatron-Bridge (scripts/performance) switch on for mixtures of experts.
 
