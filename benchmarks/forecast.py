@@ -33,7 +33,9 @@ FACTS = {
     "gemm_measured": "matrix products: calibration, packaged as gemm.csv",
     "nccl_measured": "collectives: calibration, packaged as collectives.csv",
 }
-LABELS = {"ratios": "schedule ratios", "small": "memory below 7B", "told": "  its attention told"}
+LABELS = {
+    "mixtures": "  of experts", "ratios": "schedule ratios", "small": "memory below 7B", "told": "  its attention told",
+}  # fmt: skip
 # what, on which files, used for
 CALIBRATED = (
     ("matrix products by shape", "gemm_measured.csv", "A100, H100, H200, B200"),
@@ -41,6 +43,11 @@ CALIBRATED = (
     ("share of those products in long runs", "products of stas00/ml-engineering; for B200 those of SimuMax", ""),
     ("attention kernels", "figures of the FlashAttention-2 and -3 papers; for B200 SimuMax's kernels", ""),
     ("memory bandwidth, float32 accumulation, skew of ranks", "SimuMax's kernel measurements, A100 PCIe and B200", ""),
+    (
+        "milliseconds of Megatron-Core's host for a layer",
+        "megatron_ci_golden.csv, iteration times of width 512, which are not scored",
+        "forecast_host.py",
+    ),
     ("GAPS: slowest device, clocks, gaps", "the medians of all files of runs together, one constant", "see below"),
     (
         "BLOCKED_US: a blocking message",
@@ -104,7 +111,8 @@ def predict(case: Case) -> tuple[float, Forecast | None]:
 def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[str, Any]:
     """All figures of one file."""
     skipped: Counter[str] = Counter()
-    times, memories, small, told, lines = Score([]), Score([]), Score([]), Score([]), []
+    times, mixtures, memories, small, told = (Score([]) for _ in range(5))
+    lines: list[dict[str, Any]] = []
     groups: dict[str, list[Timed]] = defaultdict(list)
     schedules: dict[tuple[str, int], dict[str, tuple[float, float]]] = defaultdict(dict)
     bubbles: list[tuple[str, float, float]] = []
@@ -124,6 +132,8 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
         if case.seconds is not None:
             error = seconds / case.seconds - 1
             times.errors.append(error)
+            if case.shape.experts:
+                mixtures.errors.append(error)
             groups[case.group].append(Timed(case.label, case.seconds, seconds))
             schedules[row["model"], case.layout.n_micro][case.layout.schedule] = (case.seconds, seconds)
             line |= {"measured_s": case.seconds, "forecast_s": seconds, "time_error": error}
@@ -141,6 +151,8 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
     result: dict[str, Any] = {"file": name, "skipped": dict(skipped), "lines": lines}
     if times.errors:
         result["time"] = times.as_dict()
+    if 0 < len(mixtures.errors) < len(times.errors):
+        result["mixtures"] = mixtures.as_dict()
     if memories.errors:
         result["memory"] = memories.as_dict()
     if small.errors:
@@ -203,7 +215,7 @@ def text(results: list[dict[str, Any]], rows: bool) -> str:
     out = []
     for result in results:
         out.append(f"\n{result['file']}")
-        for kind in ("time", "memory", "small", "told", "ratios"):
+        for kind in ("time", "mixtures", "memory", "small", "told", "ratios"):
             if kind in result:
                 s = result[kind]
                 label = LABELS.get(kind, kind)

@@ -10,8 +10,9 @@ from forecast_cells import Skip
 
 from shardwise.cluster import Cluster, device_names
 from shardwise.cluster import device as devices
+from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout
-from shardwise.costs.software import FP8, Software, software
+from shardwise.costs.software import Software, software
 
 # Runs with DeepSpeed's pipeline under Megatron's layers
 DEEPSPEED_PIPELINES = (
@@ -89,9 +90,39 @@ def software_of(file: str, row: Mapping[str, str], layout: Layout) -> Software:
         found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
     if found.name.startswith("llm-foundry") and "PURE" in row["notes"]:
         found = replace(found, states="bf16-full")
-    if "tokendrop" in row["model"]:  # Megatron gives experts a capacity only where each copy of a row travels by itself
-        found = replace(found, rows_per_node=False)
-    return found
+    return bridge_recipe(found, row, layout) if found.name.startswith("nemo") else found
+
+
+def unsaid_chunks(row: Mapping[str, str], layers: int, pp: int) -> int:
+    """Stages of one rank where a row does not say it: Llama 3's pipeline is interleaved, one layer to a stage.
+
+    Source: The Llama 3 Herd of Models (2024), section 3.3.2; the first and the last stage hold one layer less.
+    """
+    return math.ceil(layers / pp) if pp > 1 and "herd of models" in (row["source"] + row["notes"]).lower() else 1
+
+
+def bridge_recipe(nemo: Software, row: Mapping[str, str], layout: Layout) -> Software:
+    """What the recipes of NVIDIA-NeMo/Megatron-Bridge (scripts/performance) switch on for mixtures of experts.
+
+    Dropped tokens: a step is one CUDA graph. On NVL72 HybridEP, and a CUDA graph of what stands before the experts.
+    Elsewhere Megatron's own exchange (DeepSeek's: DeepEP), beside computing where a pipeline is interleaved, which
+    Megatron asks for, by 20 of 132 processors (DeepEP's default).
+    """
+    if layout.ep == 1:
+        return nemo
+    nemo = replace(nemo, selective="latents") if bridge_recomputes(row) else nemo
+    if "tokendrop" in row["model"]:
+        return replace(nemo, dispatch="each", drops=True, graphs="step")
+    if devices(device_name(row["gpu"]))[1].count > 8:
+        return replace(nemo, dispatch="hybridep", graphs="attention")
+    beside = 20 / 132 if layout.chunks > 1 else 0.0
+    return replace(nemo, dispatch="deepep" if "deepseek" in row["model"].lower() else "each", overlap_ep=beside)
+
+
+def bridge_recomputes(row: Mapping[str, str]) -> bool:
+    """Whether those recipes compute what DeepSeek makes of its latents again: all but those for GB300 (mla_up_proj)."""
+    bridge = software_name("", row) == "nemo" and "deepseek" in row["model"].lower()
+    return bridge and not device_name(row["gpu"]).startswith("gb300")
 
 
 def fp8_suffix(row: Mapping[str, str]) -> str:

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from forecast_cells import Row, Skip, number, real
-from forecast_ran_on import as_run, cluster_of, device_name, fp8_suffix, software_name, software_of
+from forecast_ran_on import (
+    as_run,
+    bridge_recomputes,
+    cluster_of,
+    device_name,
+    fp8_suffix,
+    software_name,
+    software_of,
+    unsaid_chunks,
+)
 
 from shardwise.cluster import Cluster, model
 from shardwise.cluster import device as devices
@@ -252,7 +261,7 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         raise Skip(f"dp_shard is neither a ZeRO stage nor all data ranks: {row['dp_shard']!r}")
     zero = min(3, int(stage[0]))  # ranks that FSDP shards over, where it is more
     named = re.search(r"schedule=([\w-]+)", notes)
-    chunks, schedule = 1 if named else number(row, "vpp", 1), "1f1b"
+    chunks, schedule = 1 if named else number(row, "vpp", unsaid_chunks(row, shape.layers, pp)), "1f1b"
     stage_layers: tuple[int, ...] = ()
     if named:
         schedule, chunks, stage_layers = _schedule(named[1], shape.layers, pp)
@@ -277,7 +286,7 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         micro_batch=micro,
         n_micro=max(1, batch // (micro * dp)),
         seq=number(row, "seq_len"),
-        recompute=row["recompute"].lower() or "none",
+        recompute=row["recompute"].lower() or ("selective" if bridge_recomputes(row) else "none"),
         schedule=schedule,
         stage_layers=stage_layers,
     )

@@ -216,3 +216,13 @@ def test_bubble_rates_of_a_paper_from_its_times() -> None:
 def test_the_rules_of_thumb_are_current() -> None:
     ran = subprocess.run([sys.executable, ROOT / "benchmarks" / "rules_of_thumb.py", "--check"], check=False)
     assert ran.returncode == 0, "run benchmarks/rules_of_thumb.py"
+
+
+def test_llama_3s_pipelines_are_interleaved_where_a_row_does_not_say_it() -> None:
+    """126 layers on 16 ranks: eight stages each, one layer to a stage."""
+    scoring()
+    from forecast_ran_on import unsaid_chunks
+
+    row = {"source": "The Llama 3 Herd of Models", "notes": ""}
+    assert unsaid_chunks(row, 126, 16) == 8
+    assert unsaid_chunks(row, 32, 1) == unsaid_chunks({"source": "Megatron-LM", "notes": ""}, 126, 16) == 1

@@ -21,11 +21,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.cluster import Device
+from shardwise.costs.experts import bias_bytes, cast_kernels, routed_bytes, routed_rows, routing_kernels
+from shardwise.costs.fp8 import FP8
+from shardwise.costs.host import HostSeconds, layer_host
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, Message, merged_bytes, ring_messages
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import FP8, STATES, Software
+from shardwise.costs.software import STATES, Software
 from shardwise.layout.zero_stages import STAGES
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
@@ -80,7 +83,7 @@ def handled_bytes(software: Software, layout: Layout) -> float:
 
 @dataclass
 class BlockTimes:
-    """Seconds of compute of one part for one micro-batch, and what it communicates."""
+    """Seconds of compute of one part for one micro-batch, what it communicates, and what the host takes for both."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -91,6 +94,7 @@ class BlockTimes:
     forward_messages: list[Message] = field(default_factory=list)
     backward_messages: list[Message] = field(default_factory=list)
     recompute_messages: list[Message] = field(default_factory=list)
+    host: HostSeconds = field(default_factory=HostSeconds)
 
     @property
     def backward(self) -> float:
@@ -115,6 +119,7 @@ class BlockCosts:
         forward = max(products[0] + attention[0] + streams[0], least[0])
         backward_input = max(products[1] + attention[1] + streams[1], least[1] - products[2])
         times = BlockTimes(forward, backward_input, products[2], 0.0, attention[0], attention[1])
+        times.host = layer_host(self.shape, self.layout, self.software)
         times.forward_messages, times.backward_messages = self._messages()
         if self.layout.recompute == "full":
             times.recompute = forward
@@ -127,6 +132,10 @@ class BlockCosts:
         """Returns seconds of what the software's selective policy recomputes in a layer."""
         if self.software.selective == "attention":
             return attention[2]
+        if self.software.selective == "latents":
+            pairs = self.shape.projections(self.layout.tp)[len(self.shape.latents) : -1]
+            products = (self.kernels.layer_product(self.layout.tokens, wide, deep) for wide, deep in pairs)
+            return (sum(products) + self._rotary()[0]) if self.shape.kv_latent else 0.0
         again = streams + attention[0] - attention[2]  # the rotary part of attention is elementwise
         if self.is_written_ring:  # written out of operations of which not all are kept
             again += attention[2]
@@ -292,15 +301,17 @@ class BlockCosts:
         return self._stream(forward, 2), self._stream(backward, 2)
 
     def _feed_forward_stream(self) -> tuple[float, float]:
-        s, lay = self.shape, self.layout
+        """Returns seconds of the activation, and of what moves rows to their experts and back."""
+        s, lay, soft = self.shape, self.layout, self.software
         copies = max(1, s.top_k) + s.shared_experts if s.experts else 1
         inner = lay.tokens * copies * s.ffn / lay.tp
         forward, backward = self._moved({"gated" if s.gated else "activation": inner})
-        permute = 0.0
-        if s.experts:  # sorted by expert and back, weighted
-            permute = 4 * lay.tokens * s.top_k * s.hidden * ACT_BYTES / (lay.tp if lay.sp else 1)
-            permute *= 1.0 if self.software.fused else EAGER
-        return self._stream(forward + permute, 1), self._stream(backward + permute, 2)
+        routed = routed_bytes(s, lay, soft) * (1.0 if soft.fused else EAGER)
+        biased, kernels = bias_bytes(s, lay, soft), routing_kernels(s, soft)
+        return (
+            self._stream(forward + routed + biased[0], 1 + kernels[0]),
+            self._stream(backward + routed + biased[1], 2 + kernels[1]),
+        )
 
     def _reorders(self) -> tuple[float, float]:
         """Returns seconds of copies that reorder gathered shares of several samples."""
@@ -325,8 +336,10 @@ class BlockCosts:
         weights = s.layer_parameters / lay.tp / (lay.ep if s.experts else 1) / (lay.n_micro * lay.rounds)
         inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + weights
         outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True))
-        cast_bytes = FP8[self.software.fp8].cast_bytes
-        return self.kernels.stream(inputs * cast_bytes, CASTS[0]), self.kernels.stream(outputs * cast_bytes, CASTS[1])
+        dealt, moved = cast_kernels(s, lay, self.software), FP8[self.software.fp8].cast_bytes
+        return self.kernels.stream(inputs * moved, CASTS[0] + dealt), self.kernels.stream(
+            outputs * moved, CASTS[1] + dealt
+        )
 
     # --- communication
 
@@ -356,7 +369,7 @@ class BlockCosts:
             forward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
             backward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
         if s.experts and lay.ep > 1:
-            routed = lay.tokens / (lay.tp if lay.sp else 1) * s.top_k * s.hidden * ACT_BYTES
+            routed = routed_rows(s, lay) * s.hidden * ACT_BYTES
             forward += [Message("all_to_all", "ep", routed)] * 2
             backward += [Message("all_to_all", "ep", routed)] * 2
         return forward, backward

@@ -209,7 +209,8 @@ class Kernels:
     def bandwidth(self) -> float:
         """Returns the bytes per second that a streaming kernel moves."""
         rate = self.device.memory_bandwidth_gbps
-        share = sustained(self.device.table, "stream") or STREAM_SHARE
+        measured = (sustained(name, "stream") for name in (self.device.table, self.device.products_of) if name)
+        share = next((share for share in measured if share), STREAM_SHARE)
         return rate.value * 1e9 * (1.0 if rate.kind == "measured" or self.device.kind == "cpu" else share)
 
     def stream(self, size_bytes: float, kernels: int = 1) -> float:

@@ -154,6 +154,9 @@ def _drop_what_is_computed_again(
     if software.selective == "attention":
         out.pop("softmax statistics", None)
         return
+    if software.selective == "latents":
+        out["q k v"] *= 0.0 if s.kv_latent else 1.0
+        return
     out["norm outputs"] = out["activation"] = 0.0
     out.pop("norms of heads", None)
     if software.selective == "products":  # of q, k, v, o, gate, up, down the first, third, fifth and last

@@ -19,7 +19,7 @@ from shardwise.errors import InputError
 # of some models, 0 in the catalogue for the others
 OF_SOME = (
     "kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed", "parallel",
-    "ahead",
+    "ahead", "expert_bias",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ class Shape:
                       norms of it, 1 or 2 (GPT-J, PaLM, GPT-NeoX, Falcon); 0: one after the other
     ahead             so many tokens further on are predicted as well, each by one more layer, behind a matrix that
                       joins two streams, and the output matrix again (DeepSeek-V3, section 2.2)
+    expert_bias       1: experts have biases, and what they activate is clamped (GPT-OSS)
     """
 
     layers: int
@@ -72,6 +73,7 @@ class Shape:
     windowed: int = 0
     parallel: int = 0
     ahead: int = 0
+    expert_bias: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout.flat_buckets import BUCKET_BYTES, ELEMENTS_PER_RANK
@@ -88,7 +89,8 @@ class Software:
     unit_bytes       bytes that ZeRO-3 moves for each weight in a micro-batch beside what is sent: out of the buffer of
                      gathered weights, twice, and of gradients into the buffer that is scattered
     selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
-                     "elementwise" (all but products and attention), or "products" (every second of them too)
+                     "elementwise" (all but products and attention), "products" (every second of them too), or "latents"
+                     (queries, keys and values that are made of latents: Megatron-Core's mla_up_proj)
     ring             attention around the ring of cp, causal work dealt evenly: "even" (a fused kernel), "written"
                      (each block's scores in float32) or "merged" (PyTorch's): costs/rings
     repeats_keys     keys and values are copied for each head of queries that reads them
@@ -102,7 +104,12 @@ class Software:
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
     overlap_ep       share of a device's processors that send rows of experts beside computing; 0: computing waits
-    rows_per_node    a row is sent once to each node that has some of its experts, and passed on inside it
+    dispatch         how rows reach their experts: "each" copy by itself, "deepep" (a row once to each node that has
+                     some of its experts, and passed on inside it), or "hybridep" (the same, padded for FP8 on the way)
+    drops            experts take a fixed number of rows, and more are dropped: no sizes are read on the way
+    megatron         layers are those of Megatron-Core with Transformer Engine (costs/host, costs/block)
+    graphs           what is replayed as CUDA graphs, which the host starts as one: a whole "step", what is before the
+                     experts of a layer ("attention"), or nothing
     prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
                      "after" them (FSDP1's BACKWARD_POST), or "none": when it is needed
     states           the dtype policy, a key of STATES
@@ -122,7 +129,10 @@ class Software:
     overlap_tp: bool = False
     overlap_p2p: bool = False
     overlap_ep: float = 0.0
-    rows_per_node: bool = False
+    dispatch: str = "each"
+    drops: bool = False
+    megatron: bool = False
+    graphs: str = ""
     prefetch: str = "before"
     gathers_per_unit: int = 1
     gathers_again: bool = False
@@ -243,6 +253,7 @@ SOFTWARE: dict[str, Software] = {
             "megatron-core",
             attention="cudnn",
             windows=True,
+            megatron=True,
             overlap_dp=False,
             overlap_p2p=False,
             states="bf16",
@@ -254,6 +265,7 @@ SOFTWARE: dict[str, Software] = {
             "megatron-core-unfused-loss",
             attention="cudnn",
             windows=True,
+            megatron=True,
             overlap_dp=False,
             overlap_p2p=False,
             loss="parallel",
@@ -267,12 +279,13 @@ SOFTWARE: dict[str, Software] = {
             "nemo",
             attention="cudnn",
             windows=True,
+            megatron=True,
             bucket=MEGATRON_BUCKET,
             overlap_dp=True,
             overlap_gathers=True,
             overlap_tp=True,
             overlap_p2p=True,
-            rows_per_node=True,
+            dispatch="deepep",
             states="bf16-grads",
             grad_reduce_bytes=2.0,
             source="NeMo and Megatron-Bridge recipes of their performance tables: gradients in bf16 "
@@ -285,7 +298,7 @@ SOFTWARE: dict[str, Software] = {
             overlap_gathers=True,
             overlap_p2p=True,
             overlap_ep=20 / 132,
-            rows_per_node=True,
+            dispatch="deepep",
             states="bf16-deepseek",
             logit_peak_bytes=6.0,
             source="DeepSeek-V3 (DeepSeek-AI 2024, sections 3.2 and 3.3): rows of experts go once to a node and travel "
@@ -297,7 +310,7 @@ SOFTWARE: dict[str, Software] = {
             selective="elementwise",
             overlap_gathers=True,
             overlap_p2p=True,
-            rows_per_node=True,
+            dispatch="deepep",
             states="bf16-deepseek",
             logit_peak_bytes=6.0,
             source="DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a FlashAttention-2 of their own; rows of experts "
@@ -390,27 +403,6 @@ SOFTWARE: dict[str, Software] = {
             source="ZeRO-3 of DeepSpeed as run in Narayanan et al. 2021, section 5.2",
         ),
     )
-}
-
-
-@dataclass(frozen=True)
-class Fp8:
-    """A recipe of FP8: bytes moved for one element that is scaled and cast, and what follows the name of a software.
-
-    Each is read in bf16 and written twice, along rows and along columns: products contract over neighbours in memory.
-    """
-
-    suffix: str
-    cast_bytes: float
-    source: str
-
-
-FP8: dict[str, Fp8] = {
-    "current": Fp8("-fp8", 6, "scaled by its own largest value, which takes a pass of its own (torchao tensorwise)"),
-    "delayed": Fp8(
-        "-fp8-delayed", 4, "scaled by the largest value of earlier steps (Transformer Engine's first recipe)"
-    ),
-    "blocks": Fp8("-mxfp8", 4, "scaled block by block in the pass that casts (MXFP8)"),
 }
 
 

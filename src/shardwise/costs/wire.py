@@ -33,7 +33,7 @@ from shardwise.cluster.tables import bus_factor
 
 # Inside a step a collective also waits for the slowest of its ranks. SimuMax fits 5.5 to 9.2 microseconds for each rank
 # beyond the first on 8 B200, where nccl-tests of the same sizes show none
-SKEW_US = 7.0
+SKEW_US, SKEWED_RANKS = 7.0, 8
 INSIDE_SHARE = 0.75  # of the link's rate that large collectives reach, without a table (assumed)
 
 
@@ -201,8 +201,13 @@ class Wire:
         return f"formula: {self.cluster.tiers[tier].name}, ring between {domains} domains"
 
     def skew(self, ranks: int) -> float:
-        """Returns the seconds that a collective inside a step waits for its slowest rank, by ranks of one domain."""
-        return SKEW_US * 1e-6 * (min(ranks, self.cluster.sizes[0]) - 1)
+        """Returns the seconds that a collective inside a step waits for its slowest rank, by ranks of one domain.
+
+        Beyond as many as were measured it grows as the mean of the largest of so many waits does (exponential ones).
+        """
+        near = min(ranks, self.cluster.sizes[0])
+        more = sum(1 / n for n in range(2, near + 1)) / sum(1 / n for n in range(2, SKEWED_RANKS + 1))
+        return SKEW_US * 1e-6 * (near - 1 if near <= SKEWED_RANKS else (SKEWED_RANKS - 1) * more)
 
     def exchange(self, came: Mapping[int, float], group: RankGroup, calls: float) -> float:
         """Returns the seconds of `calls` exchanges; `came`: bytes sent to a rank in all, by distance of the sender.

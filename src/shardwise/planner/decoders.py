@@ -129,6 +129,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
         layer_norm=family.layer_norm,
         norm_bias=family.norm_bias,
         experts=experts,
+        expert_bias=int(bias and experts > 0),
         top_k=numbers["top_k"] if experts else 0,
         shared_experts=(numbers["shared"] or numbers["shared_ffn"] // ffn) if experts else 0,
         dropout=bool(config.get("resid_pdrop", 0.0)),

@@ -124,7 +124,7 @@ class StepContext:
         # one hop over the slowest link, as in a ring
         if message.op == "pass":
             return self.wire.send(message.size_bytes, 0, (group.size - 1) * group.stride)
-        if message.axis == "ep" and self.software.rows_per_node:
+        if message.axis == "ep" and self.software.dispatch != "each":
             return self.wire.rows(group, message.size_bytes, self.shape.top_k) + self.wire.skew(group.size)
         return self.wire.collective(message.op, group, message.size_bytes) + self.wire.skew(group.size)
 
@@ -148,9 +148,10 @@ class StepContext:
         hide = times.backward_weight if self.layout.cp == 1 else times.backward_weight + times.attention_backward
         back_waits, back_slowed = self.exposed(times.backward_messages, hide)
         again, again_slowed = self.exposed(times.recompute_messages, times.attention_forward)
+        backward = times.backward_input + times.recompute + back_waits + back_slowed + again + again_slowed
         return StageTimes(
-            times.forward + waits + slowed,
-            times.backward_input + times.recompute + back_waits + back_slowed + again + again_slowed,
+            max(times.forward + waits + slowed, times.host.forward / GAPS),  # iterations that were measured have gaps
+            max(backward, times.host.backward / GAPS - times.backward_weight),
             times.backward_weight,
             waits + back_waits + again,
             times.recompute + again,

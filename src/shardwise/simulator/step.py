@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.costs.block import BlockCosts
+from shardwise.costs.host import HOST_BASIS
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.rings import RINGS
@@ -15,6 +16,7 @@ from shardwise.costs.wire import RankGroup
 from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.parts import (
+    GAPS,
     LayerTimes,
     StageTimes,
     StepContext,
@@ -54,6 +56,8 @@ def simulate(
     layer, layers = block.layer(), shape.layers / layout.pp
     computes = layer.forward + layer.backward_input + layer.backward_weight
     forecast.basis |= host_basis(step.kernels, layers * sum(block.started), layers * computes)
+    if sum(layer.host) > times.layer.seconds * 0.999 * GAPS:
+        forecast.basis["host"] = HOST_BASIS.format(1e3 * sum(layer.host))
     if layout.cp > 1:
         forecast.basis["ring"] = RINGS["written" if block.is_written_ring else software.ring.replace("written", "even")]
     return forecast
