@@ -17,7 +17,7 @@ from mutations.both import BF16, FP16, MICRO, NARROW, RUN, TWO, main  # noqa: E4
 from mutations.bugs import HERE, M, bug  # noqa: E402
 
 T = "mutations.held_out_tasks:"
-LORA, SCALED, WSD, BLEND = (f"mutations/{name}.toml" for name in ("lora", "scaled", "wsd", "blend"))
+LORA, SCALED, WSD, BLEND, EXPERTS = (f"mutations/{name}.toml" for name in ("lora", "scaled", "wsd", "blend", "experts"))
 SHARDED = "dp_shard=2,zero=3"
 
 STEP = [
@@ -65,7 +65,7 @@ CHECKPOINT = [
     bug("a frozen weight's shard is labelled as its first one", "checkpoint.holdings:_frozen_piece",
         "list(offset)[: len(whole)]", "[0] * len(whole)", LORA, SHARDED),
     bug("a box ends where all indices do", "checkpoint.pieces:narrowed", "min(last - at, stop - start)",
-        "min(last, stop - start)", f"{RUN} task.name={M}decoder", "tp=2,dp_shard=2,zero=3"),
+        "min(last, stop - start)", f"{EXPERTS} task.name={M}decoder", "tp=2,dp_shard=2,zero=3"),
     bug("the end of a part of a row is left out", "checkpoint.pieces:_interval", "first - (top - 1) * row, row, base",
         "first - (top - 1) * row, row - 1, base", RUN, "dp_shard=2,zero=1"),
     bug("averages are written under the weights before them", "checkpoint.holdings:averages",

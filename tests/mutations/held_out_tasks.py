@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import Task, rollout
 from shardwise.data import Blend, TokenSource
-from shardwise.models.tasks import decoder, mlp, next_token_loss, tokens_only
+from shardwise.models.tasks import VOCAB, decoder, mlp, next_token_loss, tokens_only
 
 
 def thirds() -> Task:
@@ -24,10 +24,10 @@ def thirds() -> Task:
 
 
 def _tokens() -> Path:
-    path = Path(tempfile.gettempdir()) / "shardwise-held-out-tokens.npy"
+    path = Path(tempfile.gettempdir()) / "shardwise-held-out-words.npy"
     if not path.exists():
         own = path.with_name(f"{path.stem}-{id(path)}.npy")
-        np.save(own, np.random.default_rng(3).integers(0, 61, 700).astype(np.uint16))
+        np.save(own, np.random.default_rng(3).integers(0, VOCAB, 700).astype(np.uint16))
         own.replace(path)
     return path
 
