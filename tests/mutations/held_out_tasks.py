@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import Task, rollout
 from shardwise.data import Blend, TokenSource
-from shardwise.models.tasks import VOCAB, decoder, mlp, next_token_loss, tokens_only
+from shardwise.models.tasks import VOCAB, decoder, mlp
 
 
 def thirds() -> Task:
@@ -35,7 +35,16 @@ def _tokens() -> Path:
 def of_tokens() -> Task:
     """A decoder on windows of a file of tokens, some of them held out."""
     train, held_out = TokenSource(_tokens(), 10).split(0.3)
-    return decoder().with_(batch=None, data=train, eval_data=held_out, loss=next_token_loss, inputs=tokens_only)
+    return decoder().with_(batch=None, data=train, eval_data=held_out, loss=_of_next, inputs=_before)
+
+
+def _before(batch: dict[str, Tensor]) -> tuple:
+    return (batch["tokens"][:, :-1],), {}
+
+
+def _of_next(output: Tensor, batch: dict[str, Tensor]) -> tuple:
+    targets = batch["tokens"][:, 1:].flatten()
+    return F.cross_entropy(output.flatten(0, 1), targets, reduction="sum"), len(targets)
 
 
 class Step(nn.Module):

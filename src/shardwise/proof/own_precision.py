@@ -33,13 +33,12 @@ from shardwise.layout import Plan
 from shardwise.precision import met_at
 from shardwise.proof import dtypes
 from shardwise.proof.dtypes import SeenDtypes
-from shardwise.proof.literal import loss_of, samples_of
+from shardwise.proof.literal import count_of, loss_of, samples_of
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.sizes import small_of, small_sizes
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 STEPS = 10
@@ -214,7 +213,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         batch = global_batch(task, settings, step)
         sums = {name: torch.zeros_like(value, dtype=_reduce(plan)) for name, value in masters.items()}
         total = weight = 0.0
-        samples = samples_in(batch)
+        samples = count_of(batch)
         for index in range(settings.accumulate):
             low, high = samples * index // settings.accumulate, samples * (index + 1) // settings.accumulate
             random.begin(settings.seed, step, index, Samples(0, high - low, high - low))

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
 from shardwise.proof import literal_weights
-from shardwise.proof.literal import evaluating, loss_of, optimizer_of, samples_of
+from shardwise.proof.literal import count_of, evaluating, loss_of, optimizer_of, samples_of
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.literal_order import sample_at
 from shardwise.proof.literal_rollout import literal_rollout
@@ -33,7 +33,6 @@ from shardwise.proof.settings import Settings
 from shardwise.proof.visited import literal, one_by_one
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.reading_seeds import drawing
-from shardwise.step.batching import samples_in
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 
@@ -187,7 +186,7 @@ def _gradients(
     """Leaves the gradients of the batch's mean loss, clipped, in the parameters; returns the step's numbers."""
     for _, param in named:
         param.grad = None
-    samples = samples_in(batch)
+    samples = count_of(batch)
     count = min(settings.accumulate, samples)  # the last batch of an epoch may have fewer samples than micro-batches
     sums: dict[str, list[Any]] = {}
     total = weight = 0.0

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from shardwise.data.blend import BLOCK, Blend
+from shardwise.data.blend import Blend
 from shardwise.data.order import Order
 from shardwise.proof.literal_order import sample_at, shuffled
 from shardwise.trace.double import as_written, default_dtype
 
+BLOCK = 4096  # places that a blend deals at a time: its order hangs on it, so it is written here again
 MOST_BLOCKS = 512  # that the one process counts through
 
 
