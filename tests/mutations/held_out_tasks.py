@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import Task, rollout
 from shardwise.data import Blend, TokenSource
-from shardwise.models.tasks import VOCAB, decoder, mlp
+from shardwise.models.tasks import VOCAB, decoder
 
 
 def thirds() -> Task:
@@ -110,22 +110,27 @@ def pooled() -> Task:
                 optimizer=partial(torch.optim.AdamW, lr=1e-2))  # fmt: skip
 
 
-class CountedSgd(torch.optim.SGD):
-    """Counts its steps in its groups, and warms up by that count."""
+class Halves(nn.Module):
+    """Multiplies the halves of a map: backward keeps views that lie within what the block has made."""
 
-    def step(self, closure=None):  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = 0.1 * min(1.0, group["k"] / 5)
-        return super().step(closure)
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(16, 32)
 
-
-def counted_sgd(groups: list[dict]) -> torch.optim.Optimizer:
-    return CountedSgd(groups, lr=0.1, momentum=0.9)
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.map(x).chunk(2, -1)
+        return x + first * second
 
 
-def counted() -> Task:
-    return mlp().with_(optimizer=counted_sgd)
+def halves() -> Task:
+    return Task(model=lambda: nn.Sequential(*[Halves() for _ in range(4)]), batch=_rows,
+                inputs=lambda batch: ((batch["x"],), {}),
+                loss=lambda output, batch: (output.square().mean((1, 2)).sum(), len(output)),
+                optimizer=partial(torch.optim.AdamW, lr=1e-2))  # fmt: skip
+
+
+def _rows(step: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(step))}
 
 
 class Biased(nn.Module):
