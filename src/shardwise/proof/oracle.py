@@ -23,7 +23,7 @@ from shardwise.proof import literal_weights
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.literal import bounds, call_of, count_of, loss_of, optimizer_of, replaced, samples_of
 from shardwise.proof.literal_draws import CheckedRandom
-from shardwise.proof.literal_rollout import literal_rollout
+from shardwise.proof.literal_rollout import literal_rollout, unlike_curriculum
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
@@ -50,11 +50,11 @@ class Look:
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
     """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
+    unlike = unlike_curriculum(task)
     task = literal_rollout(task)
     module = plain_module(task, settings)
-    unlike: list[str] = []
     if look is None and not settings.nudge and literal_weights.is_looked_at(task, module):
-        unlike = literal_weights.differences(task, module)
+        unlike += literal_weights.differences(task, module)
         module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])

@@ -16,7 +16,7 @@ from shardwise.device import pick_device
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
 from shardwise.precision import met_at
-from shardwise.proof.dtypes import SeenDtypes, of_states, returned, said, watched
+from shardwise.proof.dtypes import SeenDtypes, named, of_states, returned, said, watched
 from shardwise.proof.literal import bounds, count_of, optimizer_of, samples_of
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.own_precision import loss_in
@@ -64,6 +64,7 @@ def _one_step(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     optimizer = optimizer_of(task.optimizer, masters)
     optimizer.step(*[lambda: objective.detach()] if needs_closure(optimizer) else [])
     seen.states = of_states(optimizer)
+    seen.held = {name: named(buffer) for name, buffer in module.named_buffers()}
     return seen
 
 
