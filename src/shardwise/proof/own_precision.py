@@ -64,7 +64,8 @@ class Narrow:
     rate: float
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of the gradient, before clipping
-    rounded: list[float] = field(default_factory=list)  # those norms, squares added up in the dtype of masters
+    # those norms, squares added up in the dtype of masters, from the first on and from the last
+    rounded: list[tuple[float, float]] = field(default_factory=list)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     skipped: int = 0
@@ -101,7 +102,10 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     of = partial(_compare_numbers, parity, plan)
     parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
     parity.norm_error = of(
-        "norm", reference.norms, [run.norms for run in nudges] + [reference.rounded], under_plan.norms
+        "norm",
+        reference.norms,
+        [run.norms for run in nudges] + [*map(list, zip(*reference.rounded, strict=True))],
+        under_plan.norms,
     )
     for name, value in reference.weights.items():
         moved = float((value - reference.initial[name]).abs().max())
@@ -260,7 +264,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         norm = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
         record.losses.append(total / weight)
         record.norms.append(norm)
-        record.rounded.append(_rounded_norm(gradients.values(), master))
+        record.rounded.append(_rounded_norms(gradients.values(), master))
         if not math.isfinite(norm):  # overflow in fp16: the step is skipped, as a run skips it
             scale, good, record.skipped = scale / 2, 0, record.skipped + 1
             record.scales.append(scale)
@@ -279,10 +283,17 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     return record
 
 
-def _rounded_norm(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> float:
-    """Returns the norm whose squares are added up in `dtype`, a few thousand at a time, as a run may do it."""
-    runs = (run for value in gradients for run in value.to(dtype).reshape(-1).split(FEW_THOUSAND))
-    return math.sqrt(sum(float(torch.linalg.vector_norm(run)) ** 2 for run in runs))
+def _rounded_norms(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the norm whose squares are added up in `dtype`, a few thousand at a time, and so from the last on.
+
+    Where large gradients come first, the squares of small ones are lost beside them.
+    """
+    flat = torch.cat([value.reshape(-1) for value in gradients]).to(dtype)
+    first, last = (
+        math.sqrt(sum(float(torch.linalg.vector_norm(run)) ** 2 for run in elements.split(FEW_THOUSAND)))
+        for elements in (flat, flat.flip(0))
+    )
+    return first, last
 
 
 def loss_in(
