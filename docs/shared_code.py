@@ -22,12 +22,16 @@ TASK = "task"  # what is proven: not shared, but given
 
 # what holds each of them against something else, by module; `shared_code` raises for one that is missing, or too many
 HELD_AGAINST = {
+    "boundary": "`proof/literal_boundary`: a convolution and a pooling, on a field whose cells beyond the edges are "
+    "looked up by hand",
     "device": "nothing: where tensors lie, and attention by operations on an accelerator",
     "precision": "nothing: a module of 16 bits that fails on tensors of several dtypes is given them all in one",
     "random": "`proof/literal_draws`: each element's bits against the hash of its place, computed there; no two "
     "operations, micro-batches or steps draw alike",
     "random.draws": "`proof/literal_draws`: rates, means and widths against torch's own draws",
     "random.reading_seeds": "`proof/literal_settings`: no two samples or epochs are read with the same numbers",
+    "step.seeded_draws": "`proof/literal_settings`: under `randomness=fast` no two steps, micro-batches or ranks have "
+    "one seed",
     "trace.deferred": "`proof/literal_weights`: constants, means and widths that the constructor gives when it is run "
     "plainly, and which weights are drawn apart",
     "trace.double": "operations that round float64 in a forward are told",
@@ -61,7 +65,8 @@ def shared_code() -> str:
     for room in rooms:
         names = ", ".join(f"`{used.name}`" for used in sorted(taken, key=lambda used: used.name) if used.module == room)
         lines.append(f"| `{room.replace('.', '/')}` | {names} | {HELD_AGAINST[room]} |")
-    names = ", ".join(f"`{used.name}`" for used in sorted(refusing, key=lambda used: used.name))
+    functions = sorted(used.name for used in refusing if not used.name.lstrip("_")[:1].isupper())  # others are kinds
+    names = ", ".join(f"`{name}`" for name in functions)
     return (
         "\n".join(lines)
         + f"\n\nCalled for what they refuse, in a user's words; what they return nobody takes: {names}.\n"

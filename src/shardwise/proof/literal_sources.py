@@ -38,7 +38,11 @@ def one_by_one(data: Any, indices: list[int]) -> Any:
 
 def _reader(source: Any) -> Callable[[Any, int], Any] | None:
     """Returns (source, index) -> a batch of that sample; None for what is read as it is."""
-    return next((read for kind, read in _READERS.items() if isinstance(source, kind)), None)
+    if isinstance(source, Blend):
+        return _of_blend
+    if isinstance(source, TokenSource):
+        return _of_tokens
+    return _of_arrays if isinstance(source, ArraySource) else None
 
 
 def _of_blend(blend: Blend, index: int) -> Any:
@@ -67,8 +71,3 @@ def _of_arrays(source: ArraySource, index: int) -> Any:
     arrays = {name: np.load(array, mmap_mode="r") if isinstance(array, str | Path) else array
               for name, array in source.sources.items()}  # fmt: skip
     return {name: torch.from_numpy(np.array(array[index])[None]) for name, array in arrays.items()}
-
-
-_READERS: dict[type, Callable[[Any, int], Any]] = {
-    Blend: _of_blend, TokenSource: _of_tokens, ArraySource: _of_arrays,
-}  # fmt: skip

@@ -22,6 +22,7 @@ from shardwise.layout.dealing import micro_batches
 from shardwise.proof import literal_weights
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.literal import bounds, call_of, count_of, loss_of, optimizer_of, replaced, samples_of
+from shardwise.proof.literal_boundary import unlike_boundary
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.literal_rollout import literal_rollout, unlike_curriculum
 from shardwise.proof.record import Record, kept, kept_state
@@ -50,7 +51,7 @@ class Look:
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
     """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
-    unlike = unlike_curriculum(task)
+    unlike = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, settings)
     if look is None and not settings.nudge and literal_weights.is_looked_at(task, module):

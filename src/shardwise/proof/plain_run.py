@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import RefusedPlan
 from shardwise.proof import literal_weights
 from shardwise.proof.literal import count_of, evaluating, loss_of, optimizer_of, samples_of
+from shardwise.proof.literal_boundary import unlike_boundary
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.literal_order import sample_at
 from shardwise.proof.literal_rollout import literal_rollout, unlike_curriculum
@@ -85,7 +86,7 @@ class RunRecord:
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
-    of_curriculum = unlike_curriculum(task)
+    of_task = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, Settings(seed=settings.seed))
     unlike: list[str] = []
@@ -121,7 +122,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 of_average.pop("weight")  # a run writes none beside the average's loss
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
-    record.differences = of_curriculum + unlike + random.differences
+    record.differences = of_task + unlike + random.differences
     record.saved = _state_dict(module)  # before the optimizer evaluates: what training goes on from
     with evaluating(optimizer):
         record.weights = _state_dict(module)
