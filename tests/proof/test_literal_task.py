@@ -39,7 +39,7 @@ def test_boundaries_are_as_counted_by_hand(name: str) -> None:
 @pytest.mark.parametrize(("where", "old", "new", "look"), [
     ("boundary:Edges.padded", "mode=_MODES[kind])", 'mode="replicate")',
      lambda: unlike_boundary(boundary_tasks.box())),
-    ("boundary:Edges._turned", "input.shape[around] // 2", "input.shape[around] // 2 + 1", lambda: unlike_boundary(boundary_tasks.globe())),
+    ("boundary:Edges._turned", "] // 2", "] // 2 + 1", lambda: unlike_boundary(boundary_tasks.globe())),
     ("rollouts:_Growing.__call__", "step >= start", "step >= start + 1 or start == 0",
      lambda: unlike_curriculum(growing_forecast())),
     ("step.seeded_draws:seed_masks", "state.steps_done, *place", "0, *place", lambda: _fast_masks(0)),
