@@ -46,7 +46,7 @@ DATA = [
     bug("the sources of a blend have one seed", "data.blend:BlendOrder._samples",
         "hash_of(self.seed, self.names[index])", "self.seed", BLEND, TWO),
     bug("held-out windows are the first ones", "data.tokens:TokenSource.read", "self.span[0] + index", "index",
-        f"{RUN} task.name={T}of_tokens", TWO),
+        "mutations/tokens.toml", TWO),
     bug("a short batch is no step of an epoch", "data.loader:Loader.steps_per_epoch",
         "whole + (1 if rest and not self._steps.drop_last else 0)", "whole", SCALED, TWO),
 ]  # fmt: skip
