@@ -2,7 +2,8 @@
 
 python tests/mutations/held_out.py [WORD ...] [--thorough]     plant them, tell which are caught, and the share
 
-Functions were drawn by a seed from every room, and each edit was written down before the first of them ran.
+Functions were drawn by a seed from every room (another one of the room where the drawn one decides no number), and
+each edit was written down before the first of them ran. Left out since: edits that change nothing which any task meets.
 """
 
 from __future__ import annotations
