@@ -4,6 +4,7 @@ compatibility.md   the rules by which plans are refused (src/shardwise/layout/ru
 config.md          every key of a configuration (src/shardwise/config/schema.py) and of a plan
 tables/schedules.md  what pipeline schedules wait and hold (src/shardwise/layout/schedules.py)
 techniques/table.md  what each technique splits, sends and needs (src/shardwise/layout/techniques.py)
+tables/shared.md   what one process of a proof shares with the engine (src/shardwise/proof/, by docs/shared_code.py)
 cli.md             `--help` of every command (src/shardwise/cli/main.py)
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from shared_code import shared_code
 
 from shardwise.cli.completion import INSTALL
 from shardwise.cli.main import main as cli
@@ -263,6 +265,7 @@ PAGES = {
     "config.md": configuration,
     "cli.md": command_line,
     "tables/schedules.md": schedules_table,
+    "tables/shared.md": shared_code,
     "techniques/table.md": techniques,
 }
 

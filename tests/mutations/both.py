@@ -136,7 +136,8 @@ BOTH = DEALING + LOSS + OPTIMIZER + RANDOM + DATA + BESIDE + DTYPES + PARTS + RO
 
 def try_both(planted_bug: Bug, pool: Any, *, thorough: bool = False) -> tuple[str, int]:
     """What caught it, "" where nothing did, and how often it ran in both; planted in this process and in the ranks."""
-    options = planted_bug.options | ({"thorough": True} if thorough and not planted_bug.task.endswith(".toml") else {})
+    is_task = not any(kind in planted_bug.task for kind in (".toml", ".py"))
+    options = planted_bug.options | ({"thorough": True} if thorough and is_task else {})
     buggy = BuggyPool(pool, planted_bug)
     with planted(planted_bug) as here:
         try:
@@ -149,11 +150,11 @@ def try_both(planted_bug: Bug, pool: Any, *, thorough: bool = False) -> tuple[st
         return _caught(parity)[0], here() + buggy.ran
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], bugs: list[Bug] | None = None) -> int:
     """Exit code 1 where a bug never ran."""
     thorough = "--thorough" in words
     words = [word for word in words if not word.startswith("--")]
-    chosen = [one for one in BOTH if not words or any(word in f"{one.name} {one.where}" for word in words)]
+    chosen = [one for one in (bugs or BOTH) if not words or any(word in f"{one.name} {one.where}" for word in words)]
     missed, unmet = [], []
     with RankPool(quiet=True) as pool:
         for number, one in enumerate(chosen, 1):

@@ -102,4 +102,17 @@ RANKS = [
         "assert bucket.buffer is not None", "bucket.buffer.mul_(1 + (self.axis.size == 3))", HERE + "momentum", TWO),
 ]  # fmt: skip
 
-ROOMS = SHARED + STEP + FILES + RANKS
+EDGES = [  # what a proof reaches only where it goes there on purpose
+    bug("rank 1 reads its tile a row early", "part.positions:Positions.region", "(start, start + count)",
+        "(start - (axis is not None and axis.index == 1), start + count - (axis is not None and axis.index == 1))",
+        f"{RUN} task.name=run_tasks:tiled", "domain=2"),
+    bug("a mirrored border repeats its last cell", "boundary:Edges.padded", "mode=_MODES[kind])",
+        'mode="replicate" if kind == "reflect" else _MODES[kind])', "boundary_tasks:box", TWO),
+    bug("masks of randomness=fast are those of the first step", "step.seeded_draws:seed_masks",
+        'seed_of("fast", state.seed, state.steps_done, *place)', 'seed_of("fast", state.seed, 0, *place)',
+        f"{RUN} train.randomness=fast", TWO),
+    bug("a large piece of a checkpoint lacks its writers' last element", "checkpoint.save:assigned",
+        "count * (place + 1) // len(ranks)", "count * (place + 1) // len(ranks) - (place > 0)", RUN, TWO),
+]  # fmt: skip
+
+ROOMS = SHARED + STEP + FILES + RANKS + EDGES

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -60,7 +61,6 @@ class Bug:
 @contextmanager
 def planted(bug: Bug) -> Iterator[Callable[[], int]]:
     """The bug in this process, inside; yields how often its statements ran so far."""
-    forget = getattr(_found(bug.where), "cache_clear", lambda: None)  # of what was remembered without it, and with it
     function = _function(bug.where)
     before = function.__code__
     ran = [0]
@@ -70,13 +70,20 @@ def planted(bug: Bug) -> Iterator[Callable[[], int]]:
 
     function.__code__ = _changed(function, bug)
     function.__globals__[HIT] = count
-    forget()
+    _forget(bug)
     try:
         yield lambda: ran[0]
     finally:
         function.__code__ = before
         del function.__globals__[HIT]
-        forget()
+        _forget(bug)
+
+
+def _forget(bug: Bug) -> None:
+    """Forget what the bug's module has remembered, without it or with it."""
+    for value in (_found(bug.where), *vars(importlib.import_module(bug.where.partition(":")[0])).values()):
+        if isinstance(value, _lru_cache_wrapper):
+            value.cache_clear()
 
 
 def run_planted(bug: Bug, folder: str, function: Callable[..., Any], args: tuple) -> Any:

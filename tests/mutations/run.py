@@ -127,9 +127,23 @@ def _apart(run: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
 
 
 def _proof(bug: Bug, pool: Any) -> Parity:
-    if not bug.task.endswith(".toml"):
+    file, *changes = bug.task.split()  # of a configuration: some of its values otherwise, "train.seed=3"
+    if file.endswith(".py"):
+        import changed_scripts as scripts
+
+        from shardwise.scripts.proof.verify_script import verify_script
+
+        with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+            path = Path(folder) / file
+            text = scripts.changed(path.stem, bug.plan)
+            for change in changes:
+                text = text.replace(*change.split("=", 1))
+            path.write_text(text)
+            return verify_script(path, plan=bug.plan, pool=pool, timeout_s=200)
+    if not file.endswith(".toml"):
         return verify(bug.task, bug.plan, pool=pool, timeout_s=60, **bug.options)
-    effective = load(ROOT / "tests" / bug.task, values=[Given("plan", bug.plan, "the bug")])
+    values = [Given(*change.split("=", 1), "the bug") for change in changes]
+    effective = load(ROOT / "tests" / file, values=[*values, Given("plan", bug.plan, "the bug")])
     return verify_run(effective, pool=pool, timeout_s=60, **bug.options)
 
 

@@ -65,7 +65,7 @@ class Twice(nn.Module):
     ("", ""),
     ("two draws of a module are one", "draws what another operation of the same micro-batch has drawn"),
     ("elements of a row are dropped together", "takes other elements for less than"),
-    ("numbers of a row are alike", "draws the same number for several elements"),
+    ("numbers of a row are alike", "draws numbers for elements that are not those of their places"),
 ])  # fmt: skip
 def test_draws_that_are_one_are_told(name: str, told: str) -> None:
     module, random = Twice(), CheckedRandom(BatchDims())

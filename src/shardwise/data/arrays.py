@@ -58,7 +58,7 @@ class ArraySource:
         return tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.sources, "global_shape": self.global_shape}
+        return {"sources": self.sources, "global_shape": self.global_shape}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

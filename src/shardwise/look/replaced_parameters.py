@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -135,9 +134,3 @@ def _setting_buffers(kind: type) -> type:
 
     _CLASSES[kind] = _CLASSES.get(kind) or unannounced(kind, {"__setattr__": __setattr__})
     return _CLASSES[kind]
-
-
-def as_one_process(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
-    """Returns, by name, what a plain module has in the place of parameters that its forward replaced."""
-    now = dict(module.named_parameters())
-    return {name: now[name] for name, param in named if name in now and now[name] is not param}

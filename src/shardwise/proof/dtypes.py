@@ -4,7 +4,7 @@
     weights that are gathered or published                  the compute dtype; one that is held whole: its master's
     masters, their gradients                                the master dtype
     the optimizer's state                                   what it is in one process, of masters of that dtype
-    what a module returns                                   no narrower than in one process
+    what a module returns, its buffers                      no narrower than in one process
     control rows; statistics of batch norms                 64 bits; 32 bits or more
     anything else on the wire                               the compute dtype, or a wider one
 
@@ -49,6 +49,7 @@ class SeenDtypes:
     masters, gradients, buffers   by parameter's name; of buffers in which gradients add up, by number
     states    of the optimizer, by key
     returned  by modules, by their path
+    held      of the module's own buffers, by name
     read      by the loss, of the model's output
     """
 
@@ -58,6 +59,7 @@ class SeenDtypes:
     buffers: Named = field(default_factory=dict)
     states: Named = field(default_factory=dict)
     returned: Named = field(default_factory=dict)
+    held: Named = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
 
 
@@ -124,6 +126,7 @@ def watched(engine: Engine) -> Iterator[SeenDtypes]:
     for index, master in engine.state.owners.masters.items() if engine.state.owners is not None else ():
         seen.masters[engine.state.names[index]] = named(master)
     seen.states = of_states(engine.optimizer)
+    seen.held = {name: named(buffer) for name, buffer in engine.used_buffers()}
 
 
 def of_states(optimizer: torch.optim.Optimizer) -> Named:
@@ -148,6 +151,8 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
     told.append(_unlike("what the loss reads", ranks.read, _or_wider(single.read)))
     for key in sorted(ranks.states.keys() & single.states.keys()):
         told.append(_unlike(f"the optimizer's {key}", ranks.states[key], single.states[key]))
+    for name in sorted(ranks.held.keys() & single.held.keys()):
+        told.append(_unlike(f"buffer '{name}'", ranks.held[name], _or_wider(single.held[name])))
     for path in sorted(ranks.returned.keys() & single.returned.keys()):
         told.append(_unlike(f"what '{path or 'the model'}' returns", ranks.returned[path],
                             _or_wider(single.returned[path])))  # fmt: skip

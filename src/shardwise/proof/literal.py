@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.step.loss import loss_on, read_loss
+from shardwise.step.batching import samples_in
+from shardwise.step.loss import loss_on, not_negative, read_loss
 from shardwise.task import Task, call_arguments
 
 
@@ -51,6 +53,18 @@ def samples_of(batch: Any, low: int, high: int) -> Any:
     return tree_map(of, batch)
 
 
+def count_of(batch: Any) -> int:
+    """Returns how many samples a batch has; raises `InputError` as a step does for one whose fields disagree."""
+    samples_in(batch)
+    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim)
+
+
+def replaced(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
+    """Returns, by name, what stands in the place of parameters that a forward replaced by others."""
+    now = dict(module.named_parameters())
+    return {name: now[name] for name, param in named if name in now and now[name] is not param}
+
+
 def call_of(task: Task, batch: Any) -> tuple[tuple, dict]:
     """Returns what the task calls its model with; raises `InputError` as a step does for what is no call."""
     call = task.inputs(batch)
@@ -69,6 +83,7 @@ def loss_of(task: Task, output: Any, batch: Any) -> LiteralLoss:
         raise
     read_loss(returned)
     total, weight, *rest = returned
+    not_negative(float(weight), "weight")
     loss = LiteralLoss(total.reshape(()), float(weight))
     for name, extra in (rest[0] if rest else {}).items():
         own = isinstance(extra, tuple | list)

@@ -4,6 +4,9 @@ Both sides of a proof draw by `random/draws`, so a mask that drops half as much 
 are too narrow, would be on both. Each random operation that the one process meets is drawn once more, many times over:
 by `DRAWS`, and by torch with a generator of its own. Means of bounded functions of the numbers are compared.
 
+The bits that numbers are made of are computed again too: element i of a tensor of the whole micro-batch has the hash of
+i under the operation's key. Rows of packed sequences, which count otherwise, are looked at for equal ones alone.
+
 What this does not do: compare more of a distribution than its first two moments, or operations without a rule.
 """
 
@@ -12,12 +15,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.random import GlobalRandom
 from shardwise.random.draws import DRAWS, BitSource
-from shardwise.random.hashing import hashed, is_below
 
 NUMBERS = 2**15  # of each draw that is compared: a rate of 0.1 is told from one of 0.085
 SIGMAS = 6.0
@@ -61,9 +64,12 @@ class CheckedRandom(GlobalRandom):
         self._keys.clear()
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
-        """Returns the bits, of which no two are the same, or which of them are below `rate`."""
+        """Returns the bits, each the hash of its element's place, or which of them are below `rate`."""
         bits = super()._drawn(key, path, func, shape, device, like, None)
-        if len(bits.unique()) < bits.numel():
+        whole = self.samples.count == self.samples.total and not any(self.paths.packed)
+        if whole and not torch.equal(bits.cpu(), bits_of(key, shape)):
+            self._tell(f"{func} draws numbers for elements that are not those of their places")
+        elif len(bits.unique()) < bits.numel():
             self._tell(f"{func} draws the same number for several elements")
         if rate is None:
             return bits
@@ -103,16 +109,21 @@ def _repeated(args: tuple, times: int) -> tuple:
     )  # fmt: skip
 
 
-def _places(shape: Any, device: torch.device) -> torch.Tensor:
-    return torch.arange(math.prod(shape), device=device).view(shape)
+def bits_of(key: int, shape: Any) -> torch.Tensor:
+    """Returns 53 random bits for each element of a tensor of this shape: splitmix64's hash of its place under a key."""
+    value = np.arange(math.prod(shape), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value = (value ^ (value >> np.uint64(31))) >> np.uint64(11)
+    return torch.from_numpy(value.astype(np.int64)).view(tuple(shape))
 
 
 def _bits(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return hashed(_KEY, _places(shape, device))
+    return bits_of(_KEY, shape).to(device)
 
 
 def _below(shape: tuple[int, ...], device: torch.device, rate: float) -> torch.Tensor:
-    return is_below(_KEY, _places(shape, device), rate)
+    return _bits(shape, device).double() * 2.0**-53 < rate
 
 
 def _moments(drawn: Any) -> list[tuple[float, float, int]]:

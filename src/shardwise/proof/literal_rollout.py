@@ -1,4 +1,7 @@
-"""A roll-out, written again for the one process: K steps, each with its own targets and forcings."""
+"""A roll-out, written again for the one process: K steps, each with its own targets and forcings.
+
+A curriculum's batches are cut here too, and their lengths compared on either side of each step where one begins.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.rollouts import _Loss, _Made
+from shardwise.rollouts import _Growing, _Loss, _Made
 from shardwise.task import Task
 
 
@@ -53,4 +56,26 @@ def literal_rollout(task: Task) -> Task:
             total, weight = total + times * one, weight + times * count
         return total, weight
 
-    return task.with_(model=lambda: LiteralRollout(of.task.model(), of), loss=loss)
+    grows = task.batch
+    batch = (lambda step: _cut(grows, step)) if isinstance(grows, _Growing) else grows
+    return task.with_(model=lambda: LiteralRollout(of.task.model(), of), loss=loss, batch=batch)
+
+
+def _cut(growing: _Growing, step: int) -> dict[str, Any]:
+    """Returns the batch of a training step with as many targets, and forcings, as the curriculum has reached."""
+    length = dict(growing.curriculum)[max(start for start, _ in growing.curriculum if start <= step)]
+    of, batch = growing.steps, growing.batch(step)
+    return {name: value[:, :length] if name in (of.targets, *of.forcings) else value for name, value in batch.items()}
+
+
+def unlike_curriculum(task: Task) -> list[str]:
+    """Returns a sentence for the first step around which the task's curriculum has another length than it says."""
+    growing = task.batch
+    if not isinstance(growing, _Growing):
+        return []
+    name = growing.steps.targets
+    for step in sorted({max(0, start + beside) for start, _ in growing.curriculum for beside in (-1, 0, 1)}):
+        now, says = growing(step)[name].shape[1], _cut(growing, step)[name].shape[1]
+        if now != says:
+            return [f"the curriculum gives step {step} {now} steps of '{name}', and says {says}"]
+    return []

@@ -6,13 +6,17 @@ over the whole run is compared here with formulas of their own, which import not
 
 from __future__ import annotations
 
+import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from shardwise.layout.dealing import Share
 from shardwise.proof.literal import groups
 from shardwise.random.reading_seeds import drawing
+from shardwise.step.seeded_draws import seed_masks
 
 MOST_LOOKED_AT = 2000  # steps of a schedule, spread evenly
 NEAR = 1e-12
@@ -81,6 +85,22 @@ def _reads(seed: int) -> list[str]:
     return [] if len(seeds) == 4 else ["samples, or epochs, are read with one another's random numbers"]
 
 
+def _fast_masks(seed: int) -> list[str]:
+    """Returns a sentence where two steps, micro-batches or data ranks of `randomness=fast` draw from one seed."""
+    places = list(itertools.product(range(2), repeat=3))
+    seeds = set()
+    with torch.random.fork_rng(devices=[]):
+        for step, micro_batch, rank in places:
+            plan = SimpleNamespace(world_size=1, data_ranks=1)
+            state: Any = SimpleNamespace(global_random=None, seed=seed, steps_done=step, data_rank=rank, order=None,
+                                         plan=plan)  # fmt: skip
+            seed_masks(state, micro_batch, Share(None, 1, 0, 1))
+            seeds.add(torch.default_generator.initial_seed())
+    if len(seeds) == len(places):
+        return []
+    return ["randomness=fast: two steps, micro-batches or data ranks draw their masks from one seed"]
+
+
 def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> list[str]:
     """Returns a sentence for each thing that a job has settled otherwise.
 
@@ -100,6 +120,7 @@ def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> l
             told.append(f"{rule} makes a learning rate of {unscaled:g} {times * unscaled:g}, the run {made:g}")
             break
     told += _adapters(config.lora, job) + _reads(config.train.seed)
+    told += _fast_masks(config.train.seed) if config.train.randomness == "fast" else []
     looked_at = sorted({total * index // MOST_LOOKED_AT for index in range(MOST_LOOKED_AT)} | {total - 1})
     for step in looked_at:
         if abs(run_factor(step) - factor(config.schedule, total, step)) > NEAR:

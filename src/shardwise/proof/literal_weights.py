@@ -13,14 +13,14 @@ What this does not do: look at models of more than `MOST` elements, at values fr
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.random.modes import python_restored
-from shardwise.random.reading_seeds import seed_generators
 from shardwise.task import Task
 from shardwise.trace.double import as_written
 
@@ -66,9 +66,16 @@ def is_looked_at(task: Task, module: nn.Module) -> bool:
 
 
 def _constructed(model: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Values]:
-    with torch.random.fork_rng(devices=[]), python_restored(), as_written():
-        seed_generators(seed)
-        module = model()
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), as_written():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            module = model()
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
     return module, _values(module)
 
 

@@ -19,18 +19,16 @@ from torch.utils._pytree import tree_map_only
 from shardwise.device import attention_as_ops, pick_device
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
-from shardwise.look.replaced_parameters import as_one_process
 from shardwise.proof import literal_weights
 from shardwise.proof.eps import EpsWatch
-from shardwise.proof.literal import bounds, call_of, loss_of, optimizer_of, samples_of
+from shardwise.proof.literal import bounds, call_of, count_of, loss_of, optimizer_of, replaced, samples_of
+from shardwise.proof.literal_boundary import unlike_boundary
 from shardwise.proof.literal_draws import CheckedRandom
-from shardwise.proof.literal_rollout import literal_rollout
+from shardwise.proof.literal_rollout import literal_rollout, unlike_curriculum
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import fields_of, samples_in, told_beside_first
-from shardwise.step.loss import not_negative
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
@@ -53,11 +51,11 @@ class Look:
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
     """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
+    unlike = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, settings)
-    unlike: list[str] = []
     if look is None and not settings.nudge and literal_weights.is_looked_at(task, module):
-        unlike = literal_weights.differences(task, module)
+        unlike += literal_weights.differences(task, module)
         module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
@@ -67,22 +65,17 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     record.initial = {name: kept(param) for name, param in module.named_parameters()}
     random = _Noted(BatchDims())
     arithmetic = KeepDouble()
-    first: dict[str, str] = {}
     for step in range(settings.steps):
         norms: list[float] = []
         batch = _cast(global_batch(task, settings, step), settings)
-        first = first or fields_of(batch)
         watch = None
         if look is not None and look.step == step:
             watch = ModuleWatch(module)
             look.trace = watch.trace
             look.shares = _shares(task, module, named, batch, step, settings, random, look.ranks)
 
-        def gradients(
-            batch: Any = batch, step: int = step, norms: list[float] = norms, watch=watch, first=first
-        ) -> float:
-            with told_beside_first(first, batch, step):
-                loss, norm = _gradients(task, module, named, batch, step, settings, random, watch)
+        def gradients(batch: Any = batch, step: int = step, norms: list[float] = norms, watch=watch) -> float:
+            loss, norm = _gradients(task, module, named, batch, step, settings, random, watch)
             norms.append(norm)
             return loss
 
@@ -103,7 +96,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
                 optimizer.step()
                 eps.end()
         record.norms.append(norms[0])
-        new = as_one_process(module, named)  # parameters that a forward has replaced are buffers from here on
+        new = replaced(module, named)  # parameters that a forward has replaced are buffers from here on
         mine = [(name, param) for name, param in named if name not in new]
         record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in mine})
         parameters = dict(module.named_parameters())
@@ -111,7 +104,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
         states = [kept_state(name, optimizer.state.get(param, {})) for name, param in mine if param.numel()]
         record.states.append({key: value for state in states for key, value in state.items()})
         record.buffers.append({name: kept(buffer) for name, buffer in (*module.named_buffers(), *new.items())})
-    for name in as_one_process(module, named):  # a buffer, as a plan holds it
+    for name in replaced(module, named):  # a buffer, as a plan holds it
         record.trained.discard(name)
         del record.initial[name]
     record.notices += eps.notes()
@@ -147,7 +140,7 @@ def _gradients(
             "the global weight of a batch is 0 (no sample or token counts): look at what Task.loss returns as weight, "
             "and whether every target is ignored or a mask is empty"
         )
-    new = as_one_process(module, named)  # what the forward has replaced gets no update, and no share of the norm
+    new = replaced(module, named)  # what the forward has replaced gets no update, and no share of the norm
     named = [(name, param) for name, param in named if name not in new]
     gradients = [param.grad for _, param in named if param.grad is not None]
     for gradient in gradients:
@@ -166,7 +159,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
     for _, param in named:
         param.grad = None
     total, weight = 0.0, 0.0
-    for index, low, high, samples in _cuts(samples_in(batch), settings):
+    for index, low, high, samples in _cuts(count_of(batch), settings):
         part = samples_of(batch, low, high)
         random.begin(settings.seed, step, index, samples)
         if watch is not None:
@@ -185,7 +178,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
                 objective = objective + extra.total * factor
             objective.backward()
         total += float(objective.detach())
-        weight += not_negative(float(loss.weight), "weight")
+        weight += float(loss.weight)
     return total, weight
 
 

@@ -17,13 +17,12 @@ from shardwise.engine.engine import on_mesh
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.precision import met_at
-from shardwise.proof.dtypes import SeenDtypes, of_states, returned, said, watched
-from shardwise.proof.literal import bounds, optimizer_of, samples_of
+from shardwise.proof.dtypes import SeenDtypes, named, of_states, returned, said, watched
+from shardwise.proof.literal import bounds, count_of, optimizer_of, samples_of
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.own_precision import loss_in
 from shardwise.proof.settings import Settings, global_batch
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 
@@ -54,7 +53,7 @@ def _one_step(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     for param in module.parameters():
         param.data = _in(param.data, compute)
     batch, device = global_batch(task, settings, 0), pick_device(settings.device)
-    first, last = bounds(samples_in(batch), settings.accumulate)[0]
+    first, last = bounds(count_of(batch), settings.accumulate)[0]
     part = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), samples_of(batch, first, last))
     random, seen = GlobalRandom(BatchDims()), SeenDtypes()
     random.begin(settings.seed, 0, 0, Samples(0, last - first, last - first))
@@ -67,6 +66,7 @@ def _one_step(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     optimizer = optimizer_of(task.optimizer, masters)
     optimizer.step(*[lambda: objective.detach()] if needs_closure(optimizer) else [])
     seen.states = of_states(optimizer)
+    seen.held = {name: named(buffer) for name, buffer in module.named_buffers()}
     return seen
 
 

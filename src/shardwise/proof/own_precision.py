@@ -1,7 +1,7 @@
 """A run's second proof, in its own precision, by a plain loop of its own: plan keys that round are met here.
 
     one process   a plain loop of ten SGD steps: weights in the compute dtype, made anew each step from masters;
-                  gradients added up in the plan's `reduce_dtype`; fp16 with a loss scale that halves on overflow
+                  gradients added up in the plan's `reduce_dtype`; fp16 with a loss scale, and one step that overflows
     three more    the same, with every weight and input moved by one epsilon of the compute dtype in each forward
     N ranks       the engine under the plan
 
@@ -17,34 +17,35 @@ What this does not do: `compile` (masks by global index need eager ops), and err
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
 from shardwise.precision import met_at
 from shardwise.proof import dtypes
 from shardwise.proof.dtypes import SeenDtypes
-from shardwise.proof.literal import loss_of, samples_of
+from shardwise.proof.literal import count_of, loss_of, samples_of
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.sizes import small_of, small_sizes
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 STEPS = 10
+OVERFLOWS = 2  # the step whose gradients are made infinite, where there is a loss scale: good steps count anew
 NUDGES = 3
 ALLOWANCE = 3  # times what moving by one epsilon does
+FEW_THOUSAND = 2**13  # squares of which a norm adds up in the dtype of gradients
 MOST_BAR = 1.0  # of how far a weight moved
 MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where masters are in 16 bits less would be lost
 
@@ -63,6 +64,8 @@ class Narrow:
     rate: float
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of the gradient, before clipping
+    # those norms, squares added up in the dtype of masters, from the first on and from the last
+    rounded: list[tuple[float, float]] = field(default_factory=list)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     skipped: int = 0
@@ -98,7 +101,12 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         parity.differences.append(f"the loss scale is {under}, in one process {alone}")
     of = partial(_compare_numbers, parity, plan)
     parity.loss_error = of("loss", reference.losses, [run.losses for run in nudges], under_plan.losses)
-    parity.norm_error = of("norm", reference.norms, [run.norms for run in nudges], under_plan.norms)
+    parity.norm_error = of(
+        "norm",
+        reference.norms,
+        [run.norms for run in nudges] + [*map(list, zip(*reference.rounded, strict=True))],
+        under_plan.norms,
+    )
     for name, value in reference.weights.items():
         moved = float((value - reference.initial[name]).abs().max())
         response = max(float((run.weights[name] - value).abs().max()) for run in nudges)
@@ -181,10 +189,12 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
     """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
-    task = job.build_task()
-    engine = parallelize(task.with_(optimizer=partial(_sgd, rate)), plan, **settings.of_engine)
+    task, now = job.build_task(), [-1]
+    loss = spoiling(task.loss, lambda: now[0] == OVERFLOWS and _compute(plan) == torch.float16)
+    engine = parallelize(task.with_(optimizer=partial(_sgd, rate), loss=loss), plan, **settings.of_engine)
     record = Narrow(rate)
     for step in range(STEPS):
+        now[0] = step
         with small_sizes():
             result = engine.step(global_batch(task, settings, step))
         record.scales.append(engine.state.scale.value if engine.state.scale is not None else 0.0)
@@ -196,6 +206,20 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     with dtypes.watched(engine) as record.dtypes:
         engine.step(global_batch(task, settings, STEPS))
     return record
+
+
+def spoiling(loss: Callable[..., Any], now: Callable[[], bool]) -> Callable[..., Any]:
+    """Returns the loss, through which infinite gradients go back while `now()` is true."""
+
+    @wraps(loss)
+    def spoilt(output: Any, *args: Any) -> Any:
+        if now() and torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda gradient: gradient * math.inf)
+        return loss(output, *args)
+
+    return spoilt
 
 
 def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None) -> Narrow:
@@ -214,7 +238,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         batch = global_batch(task, settings, step)
         sums = {name: torch.zeros_like(value, dtype=_reduce(plan)) for name, value in masters.items()}
         total = weight = 0.0
-        samples = samples_in(batch)
+        samples = count_of(batch)
         for index in range(settings.accumulate):
             low, high = samples * index // settings.accumulate, samples * (index + 1) // settings.accumulate
             random.begin(settings.seed, step, index, Samples(0, high - low, high - low))
@@ -235,10 +259,12 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
                 if param.grad is not None:
                     sums[name] += param.grad.to(_reduce(plan))
                     param.grad = None
-        gradients = {name: value.double() / (weight * (scale or 1.0)) for name, value in sums.items()}
+        overflows = math.inf if step == OVERFLOWS and scale else 1.0
+        gradients = {name: value.double() * overflows / (weight * (scale or 1.0)) for name, value in sums.items()}
         norm = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
         record.losses.append(total / weight)
         record.norms.append(norm)
+        record.rounded.append(_rounded_norms(gradients.values(), master))
         if not math.isfinite(norm):  # overflow in fp16: the step is skipped, as a run skips it
             scale, good, record.skipped = scale / 2, 0, record.skipped + 1
             record.scales.append(scale)
@@ -255,6 +281,19 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
             value.sub_((record.rate * clip * gradients[name]).to(master))
     record.weights = {name: value.double() for name, value in masters.items()}
     return record
+
+
+def _rounded_norms(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the norm whose squares are added up in `dtype`, a few thousand at a time, and so from the last on.
+
+    Where large gradients come first, the squares of small ones are lost beside them.
+    """
+    flat = torch.cat([value.reshape(-1) for value in gradients]).to(dtype)
+    first, last = (
+        math.sqrt(sum(float(torch.linalg.vector_norm(run)) ** 2 for run in elements.split(FEW_THOUSAND)))
+        for elements in (flat, flat.flip(0))
+    )
+    return first, last
 
 
 def loss_in(

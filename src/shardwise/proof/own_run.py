@@ -15,23 +15,21 @@ What this does not do: say whether those weights are right; `own_precision` and 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.engine import Engine
 from shardwise.proof import dtypes
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.own_dtypes import single_dtypes
-from shardwise.proof.own_precision import ALLOWANCE, NUDGES, loss_in, moved_by_epsilon
+from shardwise.proof.own_precision import ALLOWANCE, NUDGES, loss_in, moved_by_epsilon, spoiling
 from shardwise.proof.plain_run import RunSettings, held_out, is_due
 from shardwise.proof.settings import Settings
 from shardwise.random.reading_seeds import drawing
@@ -82,15 +80,7 @@ class Watching:
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the loss, through which infinite gradients go back in the step that is spoilt."""
 
-        @wraps(loss)
-        def spoiling(output: Any, *args: Any) -> Any:
-            if self._engine is not None and self._engine.steps_done == self.spoilt and torch.is_grad_enabled():
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                        leaf.register_hook(lambda gradient: gradient * math.inf)
-            return loss(output, *args)
-
-        return spoiling
+        return spoiling(loss, lambda: self._engine is not None and self._engine.steps_done == self.spoilt)
 
     @contextmanager
     def _noting(self, engine: Engine) -> Iterator[None]:

@@ -232,6 +232,7 @@ def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
     from shardwise.look.one_process import cured, failure_alone, reason
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
+    from shardwise.step.batching import fields_of, told_beside_first
 
     precision, batch, device = Precision.of(Plan()), global_batch(task, settings, 0), pick_device(settings.device)
     alone = failure_alone(task, precision, batch, device)
@@ -239,6 +240,14 @@ def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
         no_room = is_out_of_memory(alone)
         alone, cure = (alone, NO_ROOM) if no_room else cured(task, precision, batch, alone, device)
         return InputError(f"the task fails in one process too: {reason(alone)}{cure}")
+    for step in range(1, settings.steps):  # on a later batch, which is unlike the first
+        try:
+            with told_beside_first(fields_of(batch), global_batch(task, settings, step), step):
+                raise error
+        except InputError as unlike:
+            return unlike
+        except Exception:  # that one is like the first
+            continue
     return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {reason(error)}")
 
 

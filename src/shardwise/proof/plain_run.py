@@ -24,16 +24,17 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
 from shardwise.proof import literal_weights
-from shardwise.proof.literal import evaluating, loss_of, optimizer_of, samples_of
+from shardwise.proof.literal import count_of, evaluating, loss_of, optimizer_of, samples_of
+from shardwise.proof.literal_boundary import unlike_boundary
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.literal_order import sample_at
-from shardwise.proof.literal_rollout import literal_rollout
+from shardwise.proof.literal_rollout import literal_rollout, unlike_curriculum
+from shardwise.proof.literal_sources import one_by_one
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
-from shardwise.proof.visited import literal, one_by_one
+from shardwise.proof.visited import literal
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.reading_seeds import drawing
-from shardwise.step.batching import samples_in
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, default_dtype
 
@@ -85,6 +86,7 @@ class RunRecord:
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
+    of_task = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, Settings(seed=settings.seed))
     unlike: list[str] = []
@@ -120,7 +122,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 of_average.pop("weight")  # a run writes none beside the average's loss
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
-    record.differences = unlike + random.differences
+    record.differences = of_task + unlike + random.differences
     record.saved = _state_dict(module)  # before the optimizer evaluates: what training goes on from
     with evaluating(optimizer):
         record.weights = _state_dict(module)
@@ -187,7 +189,7 @@ def _gradients(
     """Leaves the gradients of the batch's mean loss, clipped, in the parameters; returns the step's numbers."""
     for _, param in named:
         param.grad = None
-    samples = samples_in(batch)
+    samples = count_of(batch)
     count = min(settings.accumulate, samples)  # the last batch of an epoch may have fewer samples than micro-batches
     sums: dict[str, list[Any]] = {}
     total = weight = 0.0
@@ -252,7 +254,9 @@ def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
     module.eval()
     for first in range(0, len(chosen), settings.batch):
         with drawing(0, 0, first):
-            part = _double(task.eval_data.read(chosen[first : first + settings.batch]))
+            now = chosen[first : first + settings.batch]
+            apart = one_by_one(task.eval_data, now)
+            part = _double(task.eval_data.read(now) if apart is None else apart)
         with KeepDouble(), default_dtype(torch.float64):
             output, loss = _forward(task, module, part)
         total, weight = total + float(loss.total.detach()), weight + float(loss.weight)

@@ -18,18 +18,22 @@ from shardwise.errors import InputError
 from shardwise.proof.compare_records import tensor_error
 from shardwise.proof.outcome import GRADIENT_FLOOR, Parity
 from shardwise.proof.plain_run import RunRecord
-from shardwise.training.keeping import SAVED_ALL_THE_SAME
+from shardwise.training.keeping import GOES_ON, SAVED_ALL_THE_SAME
 
 
 def read_saved(folder: Path, record: RunRecord) -> None:
-    """Put what the newest checkpoint under a run's folder holds into the record, whole; nothing where there is none."""
+    """Put what the newest checkpoint under a run's folder holds into the record, whole; nothing where there is none.
+
+    A save that failed is a difference: the run itself may go on, with a notice.
+    """
+    notices = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["notices"]
+    failed = [notice for notice in notices if SAVED_ALL_THE_SAME in notice or GOES_ON in notice]
+    record.differences += [f"a checkpoint of the run could not be written: {notice}" for notice in failed]
     try:
         stored = opened(folder / "checkpoints")
     except InputError as error:
         if any((folder / "checkpoints").glob("step-*")):
             record.differences.append(f"the run's checkpoint cannot be read: {error}")
-        notices = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["notices"]
-        record.differences += [f"the run saved nothing: {notice}" for notice in notices if SAVED_ALL_THE_SAME in notice]
         return  # of an optimizer whose state has no place in one: the run has said so
     with stored:
         assert stored.manifest is not None

@@ -17,14 +17,12 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils._pytree import tree_map
 
-from shardwise.data.blend import BLOCK, Blend
+from shardwise.data.blend import Blend
 from shardwise.data.order import Order
 from shardwise.proof.literal_order import sample_at, shuffled
-from shardwise.trace.double import as_written, default_dtype
 
+BLOCK = 4096  # places that a blend deals at a time: its order hangs on it, so it is written here again
 MOST_BLOCKS = 512  # that the one process counts through
 
 
@@ -68,20 +66,6 @@ def literal(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Call
         own = source.order(seed)
         return lambda start, stop: [int(own.indices(p, p + 1)[0]) for p in _places(starts, batch, start, stop)]
     return lambda start, stop: [_blended(source, seed, place) for place in _places(starts, batch, start, stop)]
-
-
-def one_by_one(data: Any, indices: list[int]) -> Any:
-    """Returns these samples of a blend, each read of its own source by itself; None where `data` reads none."""
-    blend = getattr(data, "source", None)
-    if not isinstance(blend, Blend):
-        return None
-    rows = []
-    with as_written(), default_dtype(torch.float32):
-        for index in indices:
-            ends = np.cumsum(blend.lengths)
-            part = int(np.searchsorted(ends, index, side="right"))
-            rows.append(blend.sources[part].read([index - int(ends[part]) + blend.lengths[part]]))
-    return tree_map(lambda *leaves: torch.cat([torch.as_tensor(leaf) for leaf in leaves]), *rows)
 
 
 def _blended(blend: Blend, seed: int, place: int) -> int:

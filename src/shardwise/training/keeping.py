@@ -42,6 +42,7 @@ from shardwise.training.stragglers import Stragglers
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
 MOST_STEPS = 1000
 BEST = "best.safetensors"
+GOES_ON = "; the run goes on, and the next save that fails will end it"
 SAVED_ALL_THE_SAME = "; every step is done, and the weights are in"  # behind what a last save failed with
 _REMEDY = (
     'loss_scope="model" of the task has every rank run the model on all samples; or add up what it is made of by '
@@ -330,7 +331,7 @@ class Keeper:
             return
         if self._failures > 1 or final:
             raise error
-        self.engine.notices.append(f"{error}; the run goes on, and the next save that fails will end it")
+        self.engine.notices.append(f"{error}{GOES_ON}")
 
     def end(self, first_loss: float | None, weights: Path) -> None:
         """Writes a last checkpoint, where there were others; called once the weights are written. Collective."""
