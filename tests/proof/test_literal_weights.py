@@ -16,10 +16,10 @@ from shardwise import Task
 from shardwise.models.tasks import mlp
 from shardwise.proof.literal_draws import CheckedRandom
 from shardwise.proof.literal_rollout import literal_rollout
+from shardwise.proof.literal_sources import one_by_one
 from shardwise.proof.literal_weights import differences
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.settings import Settings
-from shardwise.proof.visited import one_by_one
 from shardwise.random import BatchDims, Samples
 
 BUGS = {bug.name: bug for bug in SHARED}
