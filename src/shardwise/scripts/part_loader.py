@@ -39,8 +39,13 @@ from shardwise.scripts.reading import (
     part_of_whole,
     samples_of,
 )
+from shardwise.scripts.spread import tensors_of
 
 Reads = Literal["auto", "whole", "part"]
+SINGLE = (
+    "with batch_size=None it gives single samples (a tensor without dims), which ranks cannot share: give a "
+    'batch_size, or prepare(..., loss_scope="model"), by which every rank has each one whole'
+)
 BatchPart = tuple[Any, Dealt, int]  # its batch, where it lies, and a number that is the same for parts of one batch
 
 
@@ -262,6 +267,8 @@ class PartLoader:
             self._skipped()
         for number, batch in enumerate(batches, self._skip):
             self._look = [] if self._compared else look_of(batch)
+            if self._ranks > 1 and isinstance(self.whole, DataLoader) and not all(t.dim() for t in tensors_of(batch)):
+                raise Unfit(SINGLE)
             total = samples_of(batch, self._dim)
             dealt = self._dealer.deal(total)
             part = part_of_whole(batch, dealt.local, total, self._dim) if self._ranks > 1 else batch

@@ -269,6 +269,13 @@ def of_a_device(error: BaseException) -> bool:
 _PLAIN = "Give the plain module: the plan spreads it"
 
 
+def refuse_compiled(module: nn.Module) -> None:
+    """Raises `InputError` for what torch.compile or torch.jit made of a task's model."""
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        by = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
+        raise InputError(f"Task.model returned what {by} made. {_PLAIN}, and compile=true of a plan compiles it")
+
+
 def checked(module: Any) -> nn.Module:
     """Returns the module that a constructor gave. Raises `InputError`; `RefusedPlan` for weights without a shape."""
     if not isinstance(module, nn.Module):

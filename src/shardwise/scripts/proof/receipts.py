@@ -38,14 +38,9 @@ def files_of(script: str) -> dict[str, str]:
         if isinstance(name, str) and name.endswith(".py"):
             folder, file = os.path.split(os.path.realpath(name) if os.path.islink(name) else name)
             path = Path(place(folder), file)
-            if _is_below(path, home) and not _is_below(path, Path(place(sys.prefix))):
+            if path.is_relative_to(home) and not path.is_relative_to(place(sys.prefix)):
                 proofs.add(path)
     return {str(path.relative_to(home)): digest_of(path) for path in sorted(proofs)}
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    """Returns whether a path lies in a folder, both being resolved."""
-    return str(path).startswith(os.path.join(folder, ""))
 
 
 def digest_of(path: Path) -> str:
