@@ -696,6 +696,7 @@ IN_TASKS = [
     (["verify", "mine:graph_weight", "--plan", "dp_replicate=2"], 2, "the weight carries a gradient"),
     (["train", "mine:int_labels"], 2, "batch['y'] is int32: give batch['y'].long() where the batch is made"),
     (["train", "mine:unset"], 1, "'scale' holds NaN or an infinite value at start. Give it values"),
+    (["train", "text", "--set", "task.model.hidden=1000000000000", "--steps", "2"], 2, "make the sizes of the model"),
     (["train", "relative.py:task"], 2, "name a file of a package as package.module:task"),
     (["train", "grouped.py:task"], 2, "leave init_process_group out"),
     (["train", "elsewhere.py:task"], 2, "leave it out and give paths by Path(__file__).parent"),
