@@ -39,6 +39,7 @@ from shardwise.scripts.reading import (
     part_of_whole,
     samples_of,
 )
+from shardwise.scripts.script_lines import refuse
 from shardwise.scripts.spread import tensors_of
 
 Reads = Literal["auto", "whole", "part"]
@@ -198,7 +199,7 @@ class PartLoader:
             except Unfit as error:
                 if len(self._ways) == 1:
                     also = f"; and {why_not}" if why_not else ""
-                    raise InputError(f"prepare: the loader's batches cannot be cut over ranks: {error}{also}") from None
+                    refuse(InputError(f"prepare: the loader's batches cannot be cut over ranks: {error}{also}"))
                 why_not = str(error)
                 self._ways = self._ways[1:]
                 began.restore()

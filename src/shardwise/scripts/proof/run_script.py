@@ -134,8 +134,7 @@ def _failure_of(error: BaseException, asked: ScriptJob, said: TextIO) -> tuple[s
         return ": ".join([what, *said.read().strip().splitlines()[-1:]]), ""  # argparse says why on stderr
     there = Path(asked.folder, named) if asked.stands_in and isinstance(named, str) else None
     if isinstance(error, FileNotFoundError) and there is not None and there.exists():
-        beside = f"{there.resolve()} lies beside what a proof copies: give verify --cwd {asked.folder}"
-        return f"{what}: {beside}, in which the script runs for real", ""
+        return f"{what}: {there.resolve()} lies beside what a proof copies: give verify --cwd {asked.folder}", ""
     return what, "".join(lines[next((at for at, line in enumerate(lines) if f'File "{asked.path}"' in line), 0) :])
 
 
