@@ -6,6 +6,7 @@ Names are loaded when first used, so `import shardwise` does not import torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 _HOME = {
@@ -58,8 +59,19 @@ def __getattr__(name: str):
     if name in _ROOMS:
         return importlib.import_module(f"shardwise.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+        from shardwise.errors import NoSuchName
+
+        raise NoSuchName(f"module 'shardwise' has no attribute {name!r}{_of_what(name)}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def _of_what(name: str) -> str:
+    """Returns where a name is that a script looks for here, "" for one that is nowhere."""
+    prepared = sys.modules.get("shardwise.scripts.prepared")
+    if prepared is None or not hasattr(prepared.Prepared, name):
+        return ""
+    line = sys.modules["shardwise.scripts.script_lines"].line_of_script()
+    return f": it is of what prepare returns: prepared = model, optimizer, ... = prepare(...); prepared.{name} [{line}]"
 
 
 def __dir__() -> list[str]:

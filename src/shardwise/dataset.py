@@ -97,11 +97,18 @@ class DatasetSource:
             for name in (fields.keys() | expected.keys()) if fields != expected else ():
                 here, there = fields.get(name, "absent"), expected.get(name, "absent")
                 if here != there:
+                    what = f"field {name or '(the sample)'} is {here}, but {there} in"
+                    if ("" in fields) != ("" in expected):  # one of them is one value
+                        what = f"it is {_made_of(fields)}, but {_made_of(expected)} in"
                     raise InputError(
-                        f"{type(self.dataset).__name__}: sample {index}: field {name or '(the sample)'} is {here}, but "
-                        f"{there} in sample {first}: mend the dataset, or give as_source(dataset, collate=...) a "
-                        "function that joins unequal samples"
+                        f"{type(self.dataset).__name__}: sample {index}: {what} sample {first}: mend the dataset, or "
+                        "give as_source(dataset, collate=...) a function that joins unequal samples"
                     )
+
+
+def _made_of(fields: dict[str, str]) -> str:
+    """Returns a sample's fields as text; of one without fields what it is."""
+    return fields.get("", f"fields {', '.join(fields)}").replace("NoneType", "None")
 
 
 def _fields(sample: Any) -> dict[str, str]:

@@ -21,6 +21,10 @@ class InputError(ShardwiseError):
     exit_code = 2
 
 
+class NoSuchName(InputError, AttributeError):
+    """A name that `shardwise` does not have; Python's `hasattr` answers False."""
+
+
 class RefusedPlan(ShardwiseError):
     """The plan (or the plan on this task) would not equal one process, or its room is not built."""
 

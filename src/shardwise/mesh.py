@@ -103,9 +103,10 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world != plan.world_size:
+        started = f"; shardwise run --nproc {plan.world_size} SCRIPT.py starts them" if world == 1 else ""
         raise InputError(
             f"plan {plan} needs {plan.world_size} ranks, but {world} run: "
-            f"start {plan.world_size} ranks or change the plan's degrees"
+            f"start {plan.world_size} ranks or change the plan's degrees{started}"
         )
     if world == 1:
         alone = {name: Axis.alone(name) for name in ("dp_replicate", "dp_shard", "data", "gradients", "tp", "pp")}

@@ -39,6 +39,7 @@ def default_optimizer(groups: list[dict]) -> Optimizer:
 BOUNDARIES = ("zeros", "periodic", "reflect", "replicate", "pole")
 
 
+OF_TENSORS = "takes two tensors: give a function that takes the target from the batch and returns (sum, weight)"
 CALLED_WITH = {  # what each function of a task is called with
     "batch": ("step",), "inputs": ("batch",), "loss": ("output", "batch"), "optimizer": ("groups of parameters",),
 }  # fmt: skip
@@ -52,6 +53,21 @@ def _takes(field: str, function: Any, arguments: tuple[str, ...]) -> None:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise InputError(f"Task.{field} is called with ({', '.join(arguments)}): {error}") from None
+
+
+def _in_place_of(field: str, value: Any) -> str:
+    """Returns what to give in place of what is no function, "" where that is not known."""
+    if field == "optimizer":
+        kind = type(value).__name__
+        if not hasattr(value, "param_groups"):  # a name, a dict of settings
+            from torch import optim
+
+            alike = {name.lower(): name for name, made in vars(optim).items() if isinstance(made, type)}
+            kind = f"torch.optim.{alike.get(str(value).rpartition('.')[2].lower(), 'AdamW')}"
+        return f": give optimizer=lambda groups: {kind}(groups, ...)"
+    if field == "batch" and hasattr(value, "dataset"):
+        return ": give the loader's samples instead, data=loader.dataset"
+    return ": it is called with a step; samples by index are given as data=..." if field == "batch" else ""
 
 
 def call_arguments(task: Task, batch: Any) -> tuple[tuple, dict]:
@@ -158,11 +174,14 @@ class Task:
     def __post_init__(self) -> None:
         for field in ("model", "loss", "inputs", "optimizer", "batch"):
             if not callable(getattr(self, field)) and (field != "batch" or self.batch is not None):
-                kind = type(getattr(self, field)).__name__
-                made = f": give optimizer=lambda groups: {kind}(groups, ...)" if field == "optimizer" else ""
-                raise InputError(f"Task.{field} must be callable, got {kind}{made}")
+                value = getattr(self, field)
+                raise InputError(
+                    f"Task.{field} must be callable, got {type(value).__name__}{_in_place_of(field, value)}"
+                )
         for field, arguments in CALLED_WITH.items():
             _takes(field, getattr(self, field), arguments)
+        if isinstance(self.loss, type) and hasattr(self.loss, "forward"):
+            raise InputError(f"Task.loss is the class {self.loss.__name__}, of which an instance {OF_TENSORS}")
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
             raise InputError(
                 "Task.model is a module: give its class or a function that builds it (model=Net, not model=Net()), so "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import sys
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import InputError, ShardwiseError, did_you_mean, rebuilt
+from shardwise.errors import InputError, ShardwiseError, did_you_mean, nearest, rebuilt
 from shardwise.task import Task
 from shardwise.task_files import looked_in, which_task
 
@@ -100,6 +101,7 @@ def _import(task: str, name: str) -> ModuleType:
         raise InputError(f"task {task!r}: the file {name} does not end in .py, as a module must")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+    stood = Path.cwd()
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -109,6 +111,12 @@ def _import(task: str, name: str) -> ModuleType:
         raise InputError(f"task {task!r}: {where(error)}") from error
     except (Exception, SystemExit) as error:
         raise _task_error(task, "importing it failed", error) from error
+    if (now := Path.cwd()) != stood:
+        os.chdir(stood)
+        raise InputError(
+            f"task {task!r}: importing it changes the working folder to {now} (os.chdir), and paths of this command "
+            f"are relative to {stood}: leave it out and give paths by Path(__file__).parent, or start in that folder"
+        )
     found = getattr(module, "__file__", None)
     if file is not None and (found is None or not file.samefile(found)):
         of = f" ({found})" if found else ""
@@ -184,14 +192,33 @@ def _task_error(task: str, what: str, error: BaseException) -> ShardwiseError:
     """Returns the error to raise for a failing task: shardwise's own keep their class, others become one line."""
     if isinstance(error, ShardwiseError):
         return rebuilt(type(error), f"task {task!r}: {error}")
-    return InputError(f"task {task!r}: {what}: {where(error)}{_meant(error)}")
+    return InputError(f"task {task!r}: {what}: {where(error)}{_meant(error) or _at_import(error)}")
+
+
+def _at_import(error: BaseException) -> str:
+    """Returns what to do about a file that is a package's, or that sets up ranks itself; "" for any other error."""
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return "; name a file of a package as package.module:task, in the folder that holds the package"
+    if any(frame.name == "init_process_group" for frame in traceback.extract_tb(error.__traceback__)):
+        return "; leave init_process_group out: each rank has joined the others before the task is asked for"
+    return ""
 
 
 def _meant(error: BaseException) -> str:
     """Returns a hint at the field of `Task` that a misspelt keyword is nearest to, or ""."""
     match = re.search(r"^Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     names = [field.name for field in fields(Task)]
-    return (did_you_mean(match[1], names) or f" (known: {', '.join(names)})") if match else ""
+    return (did_you_mean(match[1], names) or _configured(match[1]) or f" (known: {', '.join(names)})") if match else ""
+
+
+def _configured(word: str) -> str:
+    """Returns which section or key of a configuration sets what was given to `Task`, "" where none is alike."""
+    from shardwise.config.effective import keys
+
+    own = [key for key in keys() if "." in key and not key.startswith("plan.")]
+    sets = {part: key for key in reversed(own) for part in key.split(".")}  # a section by its first key
+    near = nearest(word, sets)
+    return f"; the configuration sets it, not the task: --set {sets[near]}=..." if near else ""
 
 
 def where(error: BaseException, *, own_alone: bool = False) -> str:

@@ -649,6 +649,8 @@ def test_datasets_become_sources():
         InputError, match=r"Ragged: sample 1: field .* float32 \(2,\), but float32 \(1,\) in sample 0.*collate="
     ):
         as_source(Ragged()).read([0, 1])
+    with pytest.raises(InputError, match=r"list: sample 1: it is None, but fields \[0\], \[1\] in sample 0"):
+        as_source([(1.0, 2.0), None]).read([0, 1])
     padded = as_source(Ragged(), collate=lambda s: torch.nn.utils.rnn.pad_sequence(s, batch_first=True))
     assert padded.read([0, 2]).shape == (2, 3)
     for iterable in (iter([1]), Stream()):

@@ -397,3 +397,22 @@ def test_the_rank_that_waits_is_named() -> None:
     assert [word for word in words if word] == [
         "input-bound: rank 1 spent 40% of each step (10 ms) waiting for its batch: read faster"
     ]
+
+
+def test_files_of_another_kind_are_told(tmp_path: Path) -> None:
+    np.savez(tmp_path / "two.npz", x=np.zeros(3), y=np.zeros(3))
+    np.save(tmp_path / "cut.npy", np.zeros((64, 32)))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:2000])
+    for name, told in (("two.npz", r"several arrays \(x, y\), and a file holds one"), ("cut.npy", "it was cut short")):
+        with pytest.raises(InputError, match=told):
+            ArraySource({"x": tmp_path / name})
+    np.arange(500, dtype="uint32").tofile(tmp_path / "t.bin")
+    with pytest.raises(InputError, match=r'every second of its first 1000 numbers is 0.*give dtype="uint32"'):
+        TokenSource(tmp_path / "t.bin", 16)
+    assert len(TokenSource(tmp_path / "t.bin", 16, dtype="uint32")) == 31
+
+
+def test_a_blend_names_the_fields() -> None:
+    sources = {name: ArraySource({field: np.zeros((4, 2))}) for name, field in (("a", "x"), ("b", "image"))}
+    with pytest.raises(InputError, match=r"a has \['x'\]; b has \['image'\]"):
+        Blend({name: (source, 1.0) for name, source in sources.items()}).read([0, 5])

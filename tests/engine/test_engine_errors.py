@@ -72,6 +72,19 @@ def test_a_world_of_another_size_on_ranks(pool: RankPool) -> None:
         pool.run(start, 2, "plain", "single")
 
 
+def _part_alone(plan: str) -> None:
+    engine = parallelize(tasks.mlp(), plan)
+    batch = engine.task.batch(0)
+    engine.step(tuple(value[engine.rank :: 2] for value in batch))
+
+
+def test_a_step_is_given_the_whole_batch(pool: RankPool) -> None:
+    with pytest.raises(InputError, match="takes the whole batch of the step, alike on every rank"):
+        pool.run(_part_alone, 2, "dp_shard=2,zero=3")
+    with pytest.raises(InputError, match=r"parallelize takes a shardwise.Task, got Linear"):
+        parallelize(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_a_refused_plan_is_refused_before_anything_is_built() -> None:
     def never() -> nn.Module:
         raise AssertionError

@@ -123,9 +123,9 @@ def nan(): return build(lambda x, y: (at(x, (5, 2), float("nan")), y))
 def infinite(): return build(lambda x, y: (x, at(y, 3, float("inf"))))
 def no_weight(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), 0))
 def negative(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), -len(o)))
-def negative_tensor(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), -(o * 0 + 1).sum()))
+def negative_tensor(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), torch.tensor(-len(o))))
 def infinite_weight(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), float("inf")))
-def infinite_tensor(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), (o * 0).exp().sum() / 0))
+def infinite_tensor(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), torch.ones(()) / 0))
 def with_arguments(): return build(model=lambda width: Net(width))
 def at_length(): return build(model=AtLength)
 def gives_dict(): return build(model=Answers)
@@ -296,6 +296,30 @@ def other_width(): return then(lambda b: {"x": b["x"][:, 1:], "y": b["y"]})
 def no_second(): return then(lambda b: [][1])
 
 
+def optimizer_word(): return build(optimizer="adamw")
+def batch_loader(): return Task(model=Net, loss=loss, batch=torch.utils.data.DataLoader([1]))
+def loss_class(): return build(loss=nn.MSELoss)
+def of_model(model): return torch.optim.SGD(model.parameters(), lr=0.1)
+def optimizer_of_model(): return build(optimizer=of_model)
+def scheduler(): return Task(model=Net, loss=loss, scheduler=3)
+def compiled(): return build(model=lambda: torch.compile(Net()))
+def jitted(): return build(model=lambda: torch.jit.script(Net()))
+def graph_weight(): return build(loss=lambda o, b: (o.square().sum(), o.sigmoid().sum()))
+def int_labels():
+    return build(lambda x, y: (x, (x[:, 0] > 0).int()), model=lambda: Classes(), loss=class_loss)
+def class_loss(output, batch): return cross_entropy(output, batch["y"], reduction="sum"), len(output)
+def unset(): return build(model=Unset)
+
+
+class Unset(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), float("nan")))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
 def lambdas():
     return Task(
         model=lambda: torch.nn.Linear(2, 1),
@@ -326,6 +350,9 @@ FILES = {
     "versioned.toml": "version = 1\n",
     "typed.toml": 'dp_shard = "2"\nzero = true\n',
     "empty.py": "",
+    "relative.py": "from .model import Net\n",
+    "grouped.py": "import torch\ntorch.distributed.init_process_group('gloo', init_method='env://')\n",
+    "elsewhere.py": "import os\nos.chdir('named')\n",
     "named/json.py": "from mine import good\n",
     "named.py/inner.py": "from mine import good\n",
     "empty.json": "",
@@ -511,6 +538,8 @@ IN_WORDS = [
     (["run", "--plan", "tp=2", "mine.py"], 2, "the plan stands in the script: prepare(..., plan=...)"),
     (["run", "--verbose", "mine.py"], 2, "there is no option --verbose"),
     (["run", "named.py"], 2, "named.py is a folder: give a file in it, as named.py/train.py"),
+    (["run", "python", "mine.py"], 2, "leave python out: run starts Python itself, as shardwise run mine.py"),
+    (["verify", "mine.py", "--lr", "1e-3"], 2, "the script's own, behind --: shardwise verify mine.py -- --lr ..."),
     (["run", "broken.py"], 2, "broken.py:1: SyntaxError: "),
     (["run", "note.ipynb"], 2, "jupyter nbconvert --to script note.ipynb"),
     (["checkpoint", "inspect", "a_file"], 2, "it is no checkpoint, and holds none"),
@@ -655,5 +684,20 @@ IN_TASKS = [
     (["train", "named/json.py:good"], 2, "give the file another name"),
     (["train", "--resume"], 2, "requires an argument; --help shows what it takes"),
     (["train", "empty.py:task"], 2, "empty has no 'task'"),
-    (["train", "mine:lr_word"], 2, "Task.optimizer failed: "),
+    (["train", "mine:lr_word"], 2, "; lr is the text '0.1': give a number"),
+    (["train", "mine:optimizer_word"], 2, "give optimizer=lambda groups: torch.optim.AdamW(groups, ...)"),
+    (["train", "mine:batch_loader"], 2, "give the loader's samples instead, data=loader.dataset"),
+    (["train", "mine:loss_class"], 2, "Task.loss is the class MSELoss, of which an instance takes two tensors"),
+    (["train", "mine:optimizer_of_model"], 2, "called with named groups of parameters, not with the model"),
+    (["train", "mine:scheduler"], 2, "the configuration sets it, not the task: --set schedule.name=..."),
+    (["train", "mine:compiled"], 2, "what torch.compile made. Give the plain module"),
+    (["train", "mine:jitted"], 2, "what torch.jit made. Give the plain module"),
+    (["train", "mine:graph_weight"], 2, "give weight.detach() where it counts samples"),
+    (["verify", "mine:graph_weight", "--plan", "dp_replicate=2"], 2, "the weight carries a gradient"),
+    (["train", "mine:int_labels"], 2, "batch['y'] is int32: give batch['y'].long() where the batch is made"),
+    (["train", "mine:unset"], 1, "'scale' holds NaN or an infinite value at start. Give it values"),
+    (["train", "text", "--set", "task.model.hidden=1000000000000", "--steps", "2"], 2, "make the sizes of the model"),
+    (["train", "relative.py:task"], 2, "name a file of a package as package.module:task"),
+    (["train", "grouped.py:task"], 2, "leave init_process_group out"),
+    (["train", "elsewhere.py:task"], 2, "leave it out and give paths by Path(__file__).parent"),
 ]  # fmt: skip

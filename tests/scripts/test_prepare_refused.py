@@ -20,11 +20,12 @@ from small_scripts import (
     weights_of,
 )
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankPool
+from shardwise.scripts.part_loader import PartLoader
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
 
@@ -46,6 +47,42 @@ def test_errors_name_the_line() -> None:
     prepared = shardwise.prepare(model, adamw(model), [])
     with pytest.raises(InputError, match=r"\[test_prepare_refused.py, line \d+: prepared.clip_grad_norm_\(1.0\)\]"):
         prepared.clip_grad_norm_(1.0)
+
+
+def test_what_is_given_beside_the_loader_is_told() -> None:
+    model = net()
+    optimizer = adamw(model)
+    with pytest.raises(InputError, match="a StepLR too: leave it out: a scheduler goes on with its optimizer"):
+        shardwise.prepare(model, optimizer, [], torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(InputError, match="expected text such as 'dp_shard=2,zero=3', got dict"):
+        shardwise.prepare(model, optimizer, [], plan={"world_size": 2})  # type: ignore[arg-type]
+    with pytest.raises(
+        InputError, match=r"it is of what prepare returns.*; prepared.backward \[test_prepare_refused.py"
+    ):
+        shardwise.backward(torch.ones(()))
+    assert not hasattr(shardwise, "nowhere") and not hasattr(shardwise, "backward")
+
+
+def test_a_step_without_a_gradient_is_told(capsys: pytest.CaptureFixture) -> None:
+    model = net()
+    x = torch.randn(4, next(model.parameters()).shape[1])
+    _, optimizer, loader = prepared = shardwise.prepare(model, adamw(model), [x])
+    optimizer.step()  # as before a scheduler
+    for batch in loader:
+        loss = prepared.model(batch).square().mean()
+        assert "changes nothing" not in capsys.readouterr().err
+        optimizer.step()
+        assert "optimizer.step() finds no gradient and changes nothing" in capsys.readouterr().err
+        prepared.backward(loss)
+        optimizer.step()
+    assert "changes nothing" not in capsys.readouterr().err
+
+
+def test_single_samples_are_no_batches() -> None:
+    rows = TensorDataset(torch.randn(6, 4), torch.arange(6))
+    with pytest.raises(InputError, match=r"it gives single samples .a tensor without dims., which ranks cannot share"):
+        next(iter(PartLoader(DataLoader(rows, batch_size=None), 0, 2)))
+    assert len(next(iter(PartLoader(DataLoader(rows, batch_size=None), 0, 1)))) == 2
 
 
 def test_a_later_group_is_of_what_the_plan_has() -> None:

@@ -80,6 +80,21 @@ def test_the_script_as_it_was_is_the_one_process(pool: RankPool, tmp_path: Path)
     assert parity.verdict == "NOT EQUAL to one process"
 
 
+def test_gradients_that_are_never_taken_away_are_named(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    parity = prove(pool, tmp_path, PREPARED.replace("optimizer.zero_grad()", "pass"), against=tmp_path / "plain.py")
+    assert parity.cause is not None and parity.cause.name == "gradients_kept", parity.text()
+    assert "optimizer.zero_grad()" in parity.cause.text
+
+
+def test_what_lies_beside_the_folder_is_told(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "x.txt").write_text("")
+    monkeypatch.chdir(tmp_path / "below")
+    with pytest.raises(InputError, match=r"x.txt lies beside what a proof copies: give verify --cwd .*below"):
+        prove(pool, tmp_path / "below", "open('../x.txt')\n")
+
+
 def test_a_mean_with_a_weight_is_named(pool: RankPool, tmp_path: Path) -> None:
     parity = prove(pool, tmp_path, PREPARED.replace("backward(loss)", "backward(loss, len(y))"))
     assert parity.cause is not None and parity.cause.name == "weight_of_mean", parity.text()
@@ -117,6 +132,10 @@ def test_a_script_that_differs_from_itself_is_told(pool: RankPool, tmp_path: Pat
         (PREPARED.replace("range(3)", "range(0)"), "before any optimizer took a step"),
         (PREPARED.replace("nn.Linear(8, 1)", "nn.Linear(9, 1)"), "fails in one process"),
         ("import sys\nsys.exit('give --data')\n", "give --data"),
+        (
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()\n",
+            "SystemExit: 2: .*arguments are required: --data.; arguments of its own stand behind --",
+        ),
     ],
 )
 def test_bad_input_is_one_message(pool: RankPool, tmp_path: Path, text: str, told: str) -> None:

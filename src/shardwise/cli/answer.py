@@ -74,7 +74,7 @@ class Answer:
     """What a command has found out so far; its fields are the JSON object."""
 
     def __init__(self, args: list[str]) -> None:
-        self.as_json = "--json" in args
+        self.args, self.as_json = args, "--json" in args
         self.show_traceback = "--traceback" in args
         self.command = next((arg for arg in args if not arg.startswith("-")), "")
         self.fields: dict[str, Any] = copy.deepcopy(FIELDS.get(self.command, COMMON))
@@ -166,7 +166,7 @@ def _usage(error: click.ClickException) -> str:
     extra = re.search(r"extra arguments? \((\w+=[^)]*)\)", message)
     if extra is not None:
         return f"{message}: write a plan without spaces, as in dp_shard=2,{extra[1].replace(' ', ',')}"
-    if isinstance(error, click.NoSuchOption) and (key := _as_a_key(error)):
+    if isinstance(error, click.NoSuchOption) and (key := _of_a_script(error) or _as_a_key(error)):
         return f"No such option '{error.option_name}'; give it as {key}"
     if isinstance(error, click.BadOptionUsage) and error.ctx is None:  # found before there was a command
         return f"{message}; --help shows what it takes"
@@ -175,6 +175,14 @@ def _usage(error: click.ClickException) -> str:
             return f"{message}; {_say_which(error.ctx)}"
         return f"{message}; {error.ctx.command_path} --help shows what it takes"
     return message
+
+
+def _of_a_script(error: click.NoSuchOption) -> str:
+    """Returns how to give an option to the script that a command line proves, "" where it proves none."""
+    answer = error.ctx.obj if error.ctx is not None else None
+    words = answer.args if isinstance(answer, Answer) and answer.command == "verify" else []
+    script = next((word for word in words if word.endswith(".py")), None)
+    return f"the script's own, behind --: shardwise verify {script} -- {error.option_name} ..." if script else ""
 
 
 def _as_a_key(error: click.NoSuchOption) -> str:

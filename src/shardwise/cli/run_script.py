@@ -46,6 +46,10 @@ def run(
     if path.is_dir():
         raise InputError(f"run: {script or 'the script'} is a folder: give a file in it, as {path / 'train.py'}")
     if not path.is_file():
+        if arguments and arguments[0].endswith(".py") and Path(arguments[0]).is_file():
+            raise InputError(
+                f"run: leave {script} out: run starts Python itself, as shardwise run {' '.join(arguments)}"
+            )
         near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
         raise InputError(f"run: there is no file {script}{looked_in(path)}{near}")
     _refuse_no_python(path)

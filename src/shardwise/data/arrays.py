@@ -70,7 +70,13 @@ def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
         try:
             loaded: np.ndarray = np.load(array, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise InputError(f"ArraySource: {name}: {array} cannot be read: {error}") from error
+            cut = ", so it was cut short: write or copy it again" if "mmap length" in str(error) else ""
+            raise InputError(f"ArraySource: {name}: {array} cannot be read: {error}{cut}") from error
+        if not isinstance(loaded, np.ndarray):
+            raise InputError(
+                f"ArraySource: {name}: {array} holds several arrays ({', '.join(loaded)}), and a file holds one: "
+                "write each by np.save, and give that file"
+            )
         return _numbers(name, loaded)
     return _numbers(name, array)
 

@@ -78,7 +78,9 @@ def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
     flat = [pytree.tree_flatten_with_path(batch) for batch in batches]
     specs = [spec for _, spec in flat]
     if any(spec != specs[0] for spec in specs):
-        raise InputError(f"blend: the batches of {', '.join(names)} have other fields than each other")
+        paths = (", ".join(pytree.keystr(path) for path, _ in keyed) for keyed, _ in flat)
+        told = "; ".join(f"{name} has {path}" for name, path in zip(names, paths, strict=True))
+        raise InputError(f"blend: {told}: let the sources of a blend give the same fields")
     back = torch.empty(len(places), dtype=torch.int64)
     back[torch.tensor(places)] = torch.arange(len(places))
     leaves = []

@@ -21,6 +21,8 @@ import torch
 
 from shardwise.errors import InputError
 
+LOOKED_AT, FEWEST = 4096, 32  # numbers at a file's start, from which its dtype is seen
+
 
 class TokenSource:
     """Windows of `seq_len` + 1 tokens of one or several files: {"tokens": int64 (B, seq_len + 1)}.
@@ -114,4 +116,17 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
         raise InputError(f"{path} cannot be read as tokens: {error}") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not a vector of whole numbers")
+    _refuse_half(path, tokens)
     return tokens
+
+
+def _refuse_half(path: Path, tokens: np.ndarray) -> None:
+    """Raises `InputError` where every second number is 0: those of a file of wider ones, read as half of them."""
+    head = np.asarray(tokens[:LOOKED_AT])
+    if len(head) < FEWEST or head[1::2].any() or not head[::2].any():
+        return
+    wide = f"uint{16 * tokens.dtype.itemsize}"
+    raise InputError(
+        f"{path}: every second of its first {len(head)} numbers is 0, as where {wide} is read as {tokens.dtype}: "
+        f'give dtype="{wide}"'
+    )

@@ -25,7 +25,9 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.look.deterministic import fix_threads, refuse_shared
 from shardwise.look.first_samples import Findings
+from shardwise.look.samples import refuse_unlike
 from shardwise.look.task_look import LOOK, as_looked, follow_draws, make_and_look
+from shardwise.look.unowned import not_trained
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, sync_module
 from shardwise.parallel.slots import DataParallel
@@ -65,6 +67,11 @@ def parallelize(
 
     Raises `InputError` for a wrong task or world size, `RefusedPlan` for what would not equal one process.
     """
+    if not isinstance(task, Task):
+        raise InputError(
+            f"parallelize takes a shardwise.Task, got {type(task).__name__}: give Task(model=..., loss=..., data=...); "
+            "a script that has a model, an optimizer and a loader of its own gives them to shardwise.prepare"
+        )
     plan = Plan.parse(plan)
     check(plan)
     if on_nonfinite not in ("raise", "skip"):
@@ -144,10 +151,18 @@ class Engine:
 
     def __init__(self, state: RankState):
         self.state = state
+        self._begun = False  # a step was taken
 
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`)."""
-        return steps.train_step(self.state, steps.dealt(self.state, batch))
+        if self._begun:
+            return steps.train_step(self.state, steps.dealt(self.state, batch))
+        parts = steps.dealt(self.state, batch)
+        if parts is not batch:
+            refuse_unlike(batch, self.mesh.world, self.device)
+        result, self._begun = steps.train_step(self.state, parts), True
+        self.notices.extend(not_trained(self.module, (self.task.loss,)))
+        return result
 
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
         """Returns (sum, weight) of the loss over batches (global, or `list[Share]` each), in eval mode. Collective."""

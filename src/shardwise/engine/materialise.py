@@ -16,7 +16,7 @@ from shardwise.look.samples import has_samples
 from shardwise.parallel.slots import ValueOf
 from shardwise.precision import Precision
 from shardwise.task import Task
-from shardwise.trace.deferred import Built, build, build_for_real, named_tensors
+from shardwise.trace.deferred import Built, build, build_for_real, named_tensors, refuse_compiled
 from shardwise.trace.stand_in import exchange
 
 
@@ -32,6 +32,8 @@ def build_everywhere(
     Raises `RefusedPlan` for a hook that it puts on the gradient of a weight.
     """
     built = build(task.model, seed)
+    if has_samples(task):  # a script's own may be compiled
+        refuse_compiled(built.module)
     hooked = hooked_weight(built.module) if own else None
     if hooked is not None and has_samples(task):  # else a script's own module, whose hooks `prepare` has looked at
         raise RefusedPlan(
@@ -121,7 +123,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
                 if id(tensor) not in made:  # a tied tensor stays one
                     made[id(tensor)] = make(*names[id(tensor)])
                 if kind == "plain":
-                    child.__dict__[leaf] = made[id(tensor)]
+                    child.__dict__[leaf] = made[id(tensor)].requires_grad_(tensor.requires_grad)
                 else:
                     table[leaf] = made[id(tensor)]
     exchange(module, made)  # what modules keep in lists, dicts and objects of their own

@@ -41,6 +41,9 @@ class Deadlines:
         return float(getattr(self, f"{_deadline(phase)}_s"))
 
 
+ALIKE = "let every rank make the same calls, in the same order"
+
+
 @dataclass(frozen=True)
 class Finding:
     """A hang. `rank` is the first at fault, `reason` one of "differ", "never", "late", "wire".
@@ -55,7 +58,7 @@ class Finding:
     waiting: dict[int, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        again = "starting again may help" if self.retry else "starting again would come to the same place"
+        again = "starting again may help" if self.retry else f"starting again would come to the same place: {ALIKE}"
         return "\n".join([*self.lines, *(self.waiting[rank] for rank in sorted(self.waiting)), again])
 
 

@@ -209,6 +209,8 @@ class Plan:
         """Returns the plan in `"dp_shard=2,zero=3"`, in a path ending in `.toml`, or "" / "single" for one process."""
         if isinstance(text, Plan):
             return text
+        if not isinstance(text, str):
+            raise InputError(f"plan: expected text such as 'dp_shard=2,zero=3', got {type(text).__name__}: {text!r}")
         text = text.strip()
         if text.endswith(".toml"):
             return cls.from_toml(Path(text))

@@ -218,7 +218,8 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> st
     exchanged = _exchanged(task, precision, batch)
     if exchanged:
         return exchanged
-    if isinstance(error, TypeError | IndexError | KeyError) and not isinstance(batch, Mapping):
+    of_label = str(error).startswith("Target ")  # of torch's, of which `reason` says all
+    if isinstance(error, TypeError | IndexError | KeyError) and not (of_label or isinstance(batch, Mapping)):
         return f". The batch is {_described(batch)}"
     if not isinstance(error, RuntimeError):  # what torch raises for dtypes that do not go together
         return ""
@@ -226,8 +227,8 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> st
     if precision.compute == torch.float64:
         wanted = torch.float32  # a proof's; the batch is made wider with the weights
     other_dtypes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != wanted]
-    floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    for index in floats:  # labels and token numbers
+    others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != torch.int64]
+    for index in others:  # labels and token numbers
         cast = [leaf.long() if i == index else leaf for i, leaf in enumerate(leaves)]
         # only where no value has a fraction: else they are no labels
         if torch.equal(cast[index].to(leaves[index].dtype), leaves[index]) and _helps(task, precision, cast, spec):

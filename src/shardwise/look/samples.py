@@ -99,7 +99,7 @@ def costly(batch: Any) -> list[str]:
     ]
 
 
-def _checksum(batch: Any) -> float:
+def checksum_of(batch: Any) -> float:
     """Returns a checksum of the bits of a batch's tensors; 32 bits, which a float64 keeps."""
     check = 0
     for leaf in tree_flatten(batch)[0]:
@@ -109,9 +109,20 @@ def _checksum(batch: Any) -> float:
     return float(check)
 
 
+def refuse_unlike(batch: Any, world: Axis, device: torch.device) -> None:
+    """Raises `InputError` where ranks give other batches to `Engine.step`, each of which is to be dealt. Collective."""
+    table = gather_rows(put([checksum_of(batch)], device), world)
+    if not bool((table == table[0]).all()):
+        raise InputError(
+            "engine.step is given other batches on some ranks: it takes the whole batch of the step, alike on every "
+            "rank, and deals out its samples by itself: make it from the step's number alone, and leave a rank's parts "
+            "([rank::n], DistributedSampler) out"
+        )
+
+
 def _check_same(batch: Any, again: Any, data: Axis, device: torch.device) -> None:
     # Each call on each rank against the first one on the first rank.
-    sums = [_checksum(batch), _checksum(again)]
+    sums = [checksum_of(batch), checksum_of(again)]
     table = gather_rows(put(sums, device), data)
     if not bool((table == table[0, 0]).all()):
         where = "on one rank" if bool((table[:, 0] != table[:, 1]).any()) else "from rank to rank"

@@ -30,6 +30,7 @@ from shardwise.step.loss import Loss
 
 _MOST_RANKS = 8
 
+_FEW_ROWS = 8
 _FOR_PARTS = "of which each rank has a part"
 
 
@@ -111,18 +112,27 @@ def look_at_many(
             of_parts.append(run.statistics.noted)
     # norms first: where they differ the losses do too, and this names the module
     unlike = _norms_differ(of_whole.noted, of_parts, many.sizes, dtype)
-    return unlike or _sums_differ(whole, parts if joined is None else [joined()], many.sizes, dtype)
+    few = min(of_whole.noted, key=lambda norm: norm.rows, default=None)
+    return unlike or _sums_differ(whole, parts if joined is None else [joined()], many.sizes, dtype, few)
 
 
-def _sums_differ(whole: Loss, parts: list[Loss], sizes: list[int], dtype: torch.dtype) -> list[str]:
+def _sums_differ(
+    whole: Loss, parts: list[Loss], sizes: list[int], dtype: torch.dtype, few: Statistics | None
+) -> list[str]:  # fmt: skip
+    """Returns the problem where the parts' losses do not add up; `few`: the batch norm that is given fewest values."""
+    why = "a branch by len(x), the first few samples, groups of a fixed size): let nothing depend on it"
+    if few is not None and few.rows < _FEW_ROWS:  # it divides by a spread that hardly differs from 0
+        why = (
+            f"batch norm in '{few.path}', of {few.rows} values of a channel): take more samples in a micro-batch, by "
+            "a smaller accumulate or a larger batch"
+        )
     # a value that is not finite is named by the first step
     for name, value in whole.numbers().items() if finite(whole, *parts) else ():
         added = sum(part.numbers().get(name, 0.0) for part in parts)
         if not added_up(name, whole, added, dtype):
             return [
                 f"what the module gives for a sample hangs on how many there are: the loss's {name} on {sum(sizes)} "
-                f"samples is {value:.6g} against {added:.6g} on {_joined(sizes)} of them, {_FOR_PARTS} (a branch by "
-                "len(x), the first few samples, groups of a fixed size): let nothing depend on it"
+                f"samples is {value:.6g} against {added:.6g} on {_joined(sizes)} of them, {_FOR_PARTS} ({why}"
             ]
     return []
 

@@ -50,7 +50,7 @@ def run_script(path: str, arguments: Sequence[str], shown: bool, profiled: str |
 def of_script(trace: str, path: str) -> str:
     """Returns a rank's traceback from the script's first frame on: what started the script is left out.
 
-    Nothing where an error of ours was raised beside the script, or names the script's line in its message.
+    Of an error of ours the script's own lines, and nothing where it was raised beside them or names one in its message.
     """
     lines = trace.rstrip().splitlines()
     start = next((at for at, line in enumerate(lines) if f'File "{path}"' in line), None)
@@ -59,6 +59,9 @@ def of_script(trace: str, path: str) -> str:
         return ""
     if start is None:
         return "" if ours else trace
+    if ours:  # its message says what is wrong: where in the script is all that is missing
+        places = [at for at, line in enumerate(lines) if f'File "{path}"' in line]
+        return "\n".join(line for at in places for line in lines[at : at + 2])
     return "\n".join([lines[0], *lines[start:]])
 
 

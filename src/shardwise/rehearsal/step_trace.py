@@ -53,7 +53,7 @@ from shardwise.task_names import inputs_hint
 from shardwise.tiers import rehearsed
 from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
-from shardwise.trace.deferred import checked, told_of_constructor
+from shardwise.trace.deferred import checked, refuse_compiled, told_of_constructor
 from shardwise.trace.fake import Fake
 from shardwise.trace.known_values import BATCH, Values, as_real, give, unpadded
 from shardwise.trace.outside_reads import ArgumentWrites
@@ -62,6 +62,7 @@ from shardwise.trace.outside_reads import ArgumentWrites
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
     """Returns the module with fake tensors in the plan's dtypes."""
     model = checked(_built(task, fake))
+    refuse_compiled(model)
     if (path := scripted(model)) is not None:
         raise InputError(
             f"'{path}' was made by torch.jit and cannot be traced without values: give it as it was before"

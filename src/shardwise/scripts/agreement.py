@@ -29,6 +29,7 @@ from shardwise.digest import bits_hash
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RunError
 from shardwise.host import read, row_of
+from shardwise.look.samples import checksum_of
 from shardwise.part import plain
 from shardwise.ranks.ended import has_ended, say_ended
 from shardwise.scripts.script_lines import line_of_script
@@ -79,11 +80,7 @@ def compare(engine: Engine, tally: Tally) -> None:
 
 def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
     """Returns whether every rank of an axis has these tensors alike. Collective."""
-    check = 0
-    for tensor in tensors:
-        flat = plain(tensor.detach()).cpu().contiguous().reshape(-1)
-        check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
-    table = gather_rows(row_of([float(check)], device), data)
+    table = gather_rows(row_of([checksum_of([plain(tensor) for tensor in tensors])], device), data)
     return bool((table == table[0]).all())
 
 
@@ -235,8 +232,9 @@ class Meeting:
     def _part(self, what: str) -> None:
         message = (
             f"{what}: every rank is needed for these calls, in the same order, since each holds a part of what they "
-            "need. Make them on every rank, and write or print on one: state = model.state_dict(), then "
-            "torch.save(state, path) under if prepared.rank == 0"
+            "need. Make them on every rank: decide by numbers that all share (the loss that backward returns, "
+            "prepared.sum), and write on one: state = model.state_dict(), then torch.save(state, path) under if "
+            "prepared.rank == 0"
         )
         self._store.set(_APART, message)
         raise _as_error(message)

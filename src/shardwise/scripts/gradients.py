@@ -97,7 +97,7 @@ class Gradients:
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Set `param.grad = value`, the same value on every rank."""
         name = self._names.get(id(param))
-        if name is None or (value is None and self._is_none(name)):
+        if name is None or (value is None and (self._script.are_whole() is None or self._seen.get(name, name) is None)):
             return
         if self.get(param) is None and name not in self._seen:  # without a backward before
             self._script.meet(f"the gradient of '{name}'")
@@ -112,9 +112,6 @@ class Gradients:
         """Let the first step begin with what was there before the model was spread."""
         self._seen.update({name: gradients[name] for name in self._state.names if gradients[name] is not None})
         self.by_hand = bool(self._seen)
-
-    def _is_none(self, name: str) -> bool:
-        return self._script.are_whole() is None or self._seen.get(name, name) is None
 
     @torch.no_grad()
     def _gathered(self, name: str) -> torch.Tensor | None:

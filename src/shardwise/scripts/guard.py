@@ -23,6 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.look.ranks_alike import HeldAlike, elements
+from shardwise.look.unowned import not_trained
 from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.script_optimizer import THAWS
@@ -185,6 +186,7 @@ class FirstSteps:
     def after(self) -> None:
         """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
         self._steps += 1
+        self._state.notices += not_trained(self._state.module) if self._steps == 1 else []
         if self._steps == _MOVED_BY:
             self._check_movement()
         if self._alike.is_due(self._steps):

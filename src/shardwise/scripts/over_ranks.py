@@ -112,7 +112,8 @@ class OverRanks(WeightAccess):
     def _sum(self, *values: torch.Tensor | float) -> list[Any]:
         self._passes("prepared.sum(...)")
         given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
-        rows = [_as_row(value, self.mesh.device) for value in given]
+        device = self.mesh.device
+        rows = [row_of([v], device) if _is_number(v) else v.to(device, torch.float64).reshape(-1) for v in given]
         row = torch.cat(rows) if rows else row_of([], self.mesh.device)
         total = row if self._of_whole_batches else gather_rows(row, self.mesh.data).sum(dim=0)
         parts = list(zip(total.split([len(one) for one in rows]), given, strict=True))
@@ -166,10 +167,6 @@ class OverRanks(WeightAccess):
         )
 
 
-def _as_row(value: Any, device: torch.device) -> torch.Tensor:
-    return row_of([value], device) if _is_number(value) else value.to(device, torch.float64).reshape(-1)
-
-
 def _is_number(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or not value.dim()
 
@@ -202,5 +199,9 @@ def check_number(value: Any, name: str) -> None:
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
     if math.prod(shape) != 1:
         raise InputError(f"prepared.backward: {name} must be one number, got shape {shape}: give its .sum()")
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        raise InputError(
+            f"prepared.backward: {name} carries a gradient, and a loss is divided by a number: .detach() it"
+        )
     if isinstance(value, int | float) and value < 0:
         raise InputError(f"prepared.backward: {name} is {value:g}, which turns the loss around: give how many count")

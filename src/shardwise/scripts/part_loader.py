@@ -39,8 +39,14 @@ from shardwise.scripts.reading import (
     part_of_whole,
     samples_of,
 )
+from shardwise.scripts.script_lines import refuse
+from shardwise.scripts.spread import tensors_of
 
 Reads = Literal["auto", "whole", "part"]
+SINGLE = (
+    "with batch_size=None it gives single samples (a tensor without dims), which ranks cannot share: give a "
+    'batch_size, or prepare(..., loss_scope="model"), by which every rank has each one whole'
+)
 BatchPart = tuple[Any, Dealt, int]  # its batch, where it lies, and a number that is the same for parts of one batch
 
 
@@ -193,7 +199,7 @@ class PartLoader:
             except Unfit as error:
                 if len(self._ways) == 1:
                     also = f"; and {why_not}" if why_not else ""
-                    raise InputError(f"prepare: the loader's batches cannot be cut over ranks: {error}{also}") from None
+                    refuse(InputError(f"prepare: the loader's batches cannot be cut over ranks: {error}{also}"))
                 why_not = str(error)
                 self._ways = self._ways[1:]
                 began.restore()
@@ -262,6 +268,8 @@ class PartLoader:
             self._skipped()
         for number, batch in enumerate(batches, self._skip):
             self._look = [] if self._compared else look_of(batch)
+            if self._ranks > 1 and isinstance(self.whole, DataLoader) and not all(t.dim() for t in tensors_of(batch)):
+                raise Unfit(SINGLE)
             total = samples_of(batch, self._dim)
             dealt = self._dealer.deal(total)
             part = part_of_whole(batch, dealt.local, total, self._dim) if self._ranks > 1 else batch

@@ -87,7 +87,7 @@ def prepare(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer,
     loader: Any = _NO_LOADER,
-    *,
+    *more: Any,
     plan: Plan | str = "single",
     randomness: Randomness = "global",
     branches: Literal["same", "per_sample"] = "same",
@@ -133,6 +133,11 @@ def prepare(
     Raises `InputError` for what cannot be prepared or a wrong number of ranks, `RefusedPlan` for a plan that a
     script's own loop cannot follow.
     """
+    if more:
+        raise InputError(
+            f"prepare takes (model, optimizer, loader), and is given a {type(more[0]).__name__} too: leave it out: a "
+            "scheduler goes on with its optimizer, another loader is prepared.split(loader)"
+        )
     proof = recorder()
     plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)

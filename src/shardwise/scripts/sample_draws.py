@@ -59,7 +59,8 @@ def put_on(mode: TorchFunctionMode) -> None:
 def take_off(mode: TorchFunctionMode) -> None:
     """Take a mode off the stack, whatever was put on since; nothing where it is not there."""
     if mode in _get_current_function_mode_stack():
-        _restack(one for one in _popped() if one is not mode)
+        for one in [each for each in _popped() if each is not mode]:
+            _push_mode(one)
 
 
 def differentiate(loss: torch.Tensor, factor: float = 1.0, *, retain_graph: bool) -> None:

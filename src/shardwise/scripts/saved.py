@@ -82,7 +82,10 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
     prepared.loader.go_on(fields["loader"])
     prepared.calls.forwards = fields["forwards"]
     Generators.from_json(prepared.loader.whole, fields["generators"]).restore()
-    return {name: _value_of(node) for name, node in fields["given"].items()}
+    given: dict[str, Node] = fields["given"]
+    if any(list(leaves(node)) for node in given.values()):
+        raise InputError("the checkpoint's fields name tensors, which a script's have not")
+    return {name: decoded(node, None, torch.device("cpu"), near=False) for name, node in given.items()}
 
 
 def _node_of(name: str, value: Any) -> Node:
@@ -94,9 +97,3 @@ def _node_of(name: str, value: Any) -> Node:
             f"shardwise.save(..., {name}=...): there is {why} in it, and what a script gives is numbers, text, lists "
             "and dicts of them: write tensors beside the checkpoint, torch.save(...) under if prepared.rank == 0"
         ) from None
-
-
-def _value_of(node: Node) -> Any:
-    if list(leaves(node)):
-        raise InputError("the checkpoint's fields name tensors, which a script's have not")
-    return decoded(node, None, torch.device("cpu"), near=False)

@@ -154,7 +154,7 @@ class ScriptWeights:
         name = getattr(func, "__name__", "")
         if self.gate.is_open or name == "__hash__":
             return func(*args, **kwargs)
-        args, kwargs = replaced(nn.Parameter, _successor, (args, kwargs))
+        args, kwargs = replaced(nn.Parameter, lambda param: vars(param).get("successor", param), (args, kwargs))
         uses = {type(one).script_use.values for one in tensors_in((args, kwargs)) if hasattr(type(one), "script_use")}
         if "never" in uses and reads_values(func):
             refuse(RefusedPlan(_PIECE.format(name or str(func))))
@@ -225,10 +225,6 @@ def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights])
                 return func(*args, **(kwargs or {})) if weights is None else weights.call(func, args, kwargs or {})
 
     return ScriptWeightInFunctions
-
-
-def _successor(param: Any) -> Any:
-    return param.__dict__.get("successor", param)
 
 
 class OptimizerGuard:

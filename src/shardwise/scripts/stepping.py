@@ -323,6 +323,9 @@ class Stepping(OverRanks):
             self._flush()
             with self._gate.open():
                 self._whole_gradients.put_back()
+            if self._tally is None and self.calls.called and not self._whole_gradients.are_set():
+                self._notices.say(["optimizer.step() finds no gradient and changes nothing: no loss came "
+                                   "to prepared.backward since zero_grad(), or its error was caught"])  # fmt: skip
             if self.side is not None:
                 self.side.before(self)
             hooks = hooks_around(self.optimizer) if self._pieces and self._usable else ([], [])

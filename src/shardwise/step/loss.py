@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import InputError
-from shardwise.task import Task
+from shardwise.task import OF_TENSORS, Task
 
 NO_GRAPH = (
     "Task.loss returned a sum that does not depend on any trainable parameter: return it with its graph, without "
@@ -75,10 +75,7 @@ def loss_on(task: Task, output: Any, batch: Any) -> Loss:
         if not isinstance(output, torch.Tensor):
             error.add_note(_instead_of_a_tensor(output))
         elif isinstance(task.loss, torch.nn.Module) and not isinstance(batch, torch.Tensor):
-            error.add_note(
-                f"Task.loss is called with (output, batch), and {type(task.loss).__name__} takes two tensors: give a "
-                "function that takes the target from the batch and returns (sum, weight)"
-            )
+            error.add_note(f"Task.loss is called with (output, batch), and {type(task.loss).__name__} {OF_TENSORS}")
         raise
     return read_loss(returned)
 
@@ -136,6 +133,11 @@ def _extra(name: str, value: Any) -> Extra:
 
 
 def _number(value: Any, what: str) -> torch.Tensor | float:
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        raise InputError(
+            f"{_SHAPE}: the {what} carries a gradient, and sums are divided by it without one: give {what}.detach() "
+            "where it counts samples, or divide in the sum and return how many samples count"
+        )
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().reshape(())  # not read here: the control row tells if it is negative
     if isinstance(value, int | float) and not math.isfinite(value):

@@ -6,6 +6,7 @@ g <- (sum over ranks and micro-batches of g) * min(1, clip / |g|) / (W * loss sc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -22,6 +23,7 @@ from shardwise.step.state import RankState
 RUN = 2**13  # elements, whose squares float32 adds up with an error of 1e-7
 SKIP = 'or go on without such updates by on_nonfinite="skip"'
 DIVERGED = f"Lower the learning rate, set clip_norm, {SKIP}"
+UNSET = "Give it values where the model is made: torch.empty holds what was in memory before"
 NO_WEIGHT = (
     "Look at the weight that Task.loss returns (in a script, what prepared.backward is given), and at the batch: every "
     f"target is ignored, or a mask is empty. Leave such batches out, {SKIP}"
@@ -172,19 +174,21 @@ def not_finite(state: RankState, result: StepResult) -> None:
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
         raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT)
-    bad = _first_bad_gradient(state)
+    unset = None if state.steps_done else _first_bad(state, lambda slot: slot.master)
+    if unset:
+        raise NotFinite(
+            f"{what} is not finite in step 0", f": '{unset}' holds NaN or an infinite value at start", UNSET
+        )
+    bad = _first_bad(state, lambda slot: slot.master.grad)
     where = f"; the first bad gradient is that of '{bad}'" if bad else ""
     raise NotFinite(f"{what} is not finite in step {state.steps_done}", where, DIVERGED)
 
 
-def _first_bad_gradient(state: RankState) -> str | None:
-    """Returns the name of the first parameter whose gradient is not finite on some rank, None for none. Collective."""
+def _first_bad(state: RankState, of: Callable[[Slot], torch.Tensor | None]) -> str | None:
+    """Returns the first parameter of which a tensor (`of` its slot) is not finite on some rank, or None. Collective."""
     index_of = {name: index for index, name in enumerate(state.names)}
-    bad = [
-        index_of[slot.name]
-        for slot in state.technique.slots
-        if slot.master.grad is not None and not read(torch.isfinite(slot.master.grad).all(), "a finite gradient")
-    ]
+    tensors = [(index_of[slot.name], tensor) for slot in state.technique.slots if (tensor := of(slot)) is not None]
+    bad = [index for index, tensor in tensors if not read(torch.isfinite(tensor).all(), "a finite tensor")]
     first = float(min(bad, default=len(state.names)))
-    index = int(read(gather_rows(put([first], state.device), state.mesh.gradients).min(), "first bad gradient"))
+    index = int(read(gather_rows(put([first], state.device), state.mesh.gradients).min(), "first bad tensor"))
     return state.names[index] if index < len(state.names) else None

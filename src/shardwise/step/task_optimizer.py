@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
@@ -37,7 +38,7 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
     except ShardwiseError:
         raise
     except Exception as error:
-        raise InputError(f"Task.optimizer failed: {where(error)}{_like(error)}") from error
+        raise InputError(f"Task.optimizer failed: {where(error)}{_like(error) or _given(error)}") from error
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
     # an optimizer of another model's parameters would step, and leave the trained ones as they are
@@ -58,6 +59,18 @@ def _like(error: Exception) -> str:
     if not isinstance(error, AttributeError) or error.name is None:
         return ""
     return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
+
+
+def _given(error: Exception) -> str:
+    """Returns what a torch optimizer was given as text where it takes a number, or what the function is called with."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names = frame.f_locals if frame.f_code.co_name == "__init__" else {}
+        if isinstance(names.get("self"), Optimizer):
+            texts = [name for name, value in names.items() if isinstance(value, str)]
+            return "".join(f"; {name} is the text {names[name]!r}: give a number" for name in texts[:1])
+    return (
+        "; it is called with named groups of parameters, not with the model, as lambda groups: AdamW(groups, lr=1e-3)"
+    )
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

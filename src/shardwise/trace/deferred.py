@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
+import re
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -249,6 +250,8 @@ def told_of_constructor(error: BaseException) -> str:
     text, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
     if of_a_device(error):
         return f"{text.rstrip('.')}. {LEAVE_OUT}"
+    if asked := re.search(r"you tried to allocate (\d+) bytes", str(error)):
+        return f"{text}: one tensor of {int(asked[1]) / 2**30:,.0f} GiB: make the sizes of the model smaller"
     if any("torch/nn/parallel/" in frame.filename or "torch/distributed/" in frame.filename for frame in frames):
         return f"{text.rstrip('.')}. {_PLAIN}"
     # a class whose constructor takes arguments: no line of the user's code has run
@@ -267,6 +270,13 @@ def of_a_device(error: BaseException) -> bool:
 
 
 _PLAIN = "Give the plain module: the plan spreads it"
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Raises `InputError` for what torch.compile or torch.jit made of a task's model."""
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        by = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
+        raise InputError(f"Task.model returned what {by} made. {_PLAIN}, and compile=true of a plan compiles it")
 
 
 def checked(module: Any) -> nn.Module:

@@ -73,6 +73,8 @@ CAUSES = {
     "must be drawn by torch, with a dim that counts the samples",
     "loss_scope": "the loss does not add up over samples: what one sample asks depends on the others of the batch, and "
     "no sum of the ranks' gradients is that of one process ({:.0e} is left over). {}",
+    "gradients_kept": "gradients of step {} begin with those of the step before, which one process takes away: call "
+    "optimizer.zero_grad() before each step's first prepared.backward",
     "gradient_written": "what ranks' losses ask adds up to one process's gradient, and the optimizer finds another: "
     "the script or a hook changes gradients on the way, by numbers of a rank's own",
 }
@@ -164,7 +166,11 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
         scaled = factor is not None and abs(factor - 1) > NEAR
         return _by_factor(factor, kinds, form, sides) if scaled else _not_a_sum(sides, step, rest)
     if missing > NEAR:
-        return _cause("gradient_written")
+        before = [each.gradients for each in sides.ranks[0].steps[:step] if each.model == many.model]
+        kept = [_vector(gradients, single.gradients) for gradients in before[-1:]]
+        there, missing = _fit([*locals_, *kept], found_there)
+        clean = kept and missing < NEAR and abs(there[-1] - 1) < NEAR
+        return _cause("gradients_kept", step) if clean else _cause("gradient_written")
     lost = [rank for rank, (a, b) in enumerate(zip(there, shares, strict=True)) if abs(a) < NEAR < abs(b)]
     if lost:
         return _cause("share_missing", lost[0])

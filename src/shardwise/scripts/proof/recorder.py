@@ -282,19 +282,15 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
         return values.cpu().to(torch.complex128 if values.is_complex() else torch.float64, copy=True)
     flat = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).reshape(-1)
     length = -(-flat.numel() // BLOCKS)
-    signs = _signs(length).to(flat.device)
+    # +1 and -1, the same in every process; by NumPy: torch's draws are followed
+    bits = np.random.default_rng(20_250_101).integers(0, 2, length)
+    signs = torch.from_numpy(bits * 2.0 - 1.0).to(flat.device)
     full = flat.numel() // length
     sums = torch.zeros(BLOCKS, dtype=torch.float64)
     sums[:full] = (flat[: full * length].view(full, length).to(torch.float64) @ signs).cpu()
     if rest := flat.numel() - full * length:
         sums[full] = (flat[full * length :].to(torch.float64) @ signs[:rest]).cpu()
     return sums
-
-
-def _signs(length: int) -> torch.Tensor:
-    """Returns `length` numbers of +1 and -1, the same in every process; by NumPy: torch's draws are followed."""
-    bits = np.random.default_rng(20_250_101).integers(0, 2, length)
-    return torch.from_numpy(bits * 2.0 - 1.0)
 
 
 class FirstAndLast:

@@ -15,11 +15,12 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import FunctionType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -47,8 +48,8 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         if asked.scratch is not None:
             inside.enter_context(Scratch(asked.folder, asked.scratch, asked.path))
         else:
-            inside.enter_context(_standing_in(asked.folder))
-        inside.enter_context(_silence())
+            inside.enter_context(chdir(asked.folder))
+        said = inside.enter_context(_silence())
         inside.enter_context(_process_kept())
         inside.enter_context(recording(recorder))
         inside.enter_context(own_group(alone=asked.plain))
@@ -68,7 +69,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
                 raise RunError(f"the script ended itself: sys.exit({error.code!r})") from None
             if not asked.plain:
                 raise
-            recorder.record.failed = _failure_of(error, asked.path)
+            recorder.record.failed = _failure_of(error, asked, said)
     return recorder.record
 
 
@@ -124,11 +125,17 @@ def _final(prepared: Any) -> dict[str, torch.Tensor | None]:
     return {name: sketch(tensor) for name, tensor in prepared.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
-def _failure_of(error: BaseException, path: str) -> tuple[str, str]:
-    """(its last line, its traceback from the script's first line on)."""
+def _failure_of(error: BaseException, asked: ScriptJob, said: TextIO) -> tuple[str, str]:
+    """(what to say of it, its traceback from the script's first line on; "" where the first says all)."""
     lines = traceback.format_exception(error)
-    start = next((at for at, line in enumerate(lines) if f'File "{path}"' in line), 0)
-    return traceback.format_exception_only(error)[-1].strip(), "".join(lines[start:])
+    what, named = traceback.format_exception_only(error)[-1].strip(), getattr(error, "filename", None)
+    if isinstance(error, SystemExit):
+        said.seek(0)
+        return ": ".join([what, *said.read().strip().splitlines()[-1:]]), ""  # argparse says why on stderr
+    there = Path(asked.folder, named) if asked.stands_in and isinstance(named, str) else None
+    if isinstance(error, FileNotFoundError) and there is not None and there.exists():
+        return f"{what}: {there.resolve()} lies beside what a proof copies: give verify --cwd {asked.folder}", ""
+    return what, "".join(lines[next((at for at, line in enumerate(lines) if f'File "{asked.path}"' in line), 0) :])
 
 
 # --- arithmetic
@@ -184,20 +191,11 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Context: what the script prints goes nowhere."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
-
-
-@contextmanager
-def _standing_in(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+def _silence() -> Iterator[TextIO]:
+    """Context: what the script prints goes nowhere; gives the file of what it says on stderr."""
+    with ExitStack() as inside:
+        inside.enter_context(redirect_stdout(inside.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        yield inside.enter_context(redirect_stderr(inside.enter_context(TemporaryFile("w+", encoding="utf-8"))))
 
 
 @contextmanager

@@ -83,10 +83,10 @@ class _Runs:
         what, trace = record.failed
         if what.startswith("SystemExit"):
             raise InputError(
-                f"verify: the script ends itself in one process ({what}): arguments of its own stand behind --, as in "
-                f"shardwise verify {Path(job.path).name} -- --lr 1e-3; alone it says why\n{trace.rstrip()}"
+                f"verify: the script ends itself in one process ({what}); arguments of its own stand behind --, as in "
+                f"shardwise verify {Path(job.path).name} -- --lr 1e-3"
             )
-        raise InputError(f"verify: the script fails in one process: {what}\n{trace.rstrip()}")
+        raise InputError(f"verify: the script fails in one process: {what}\n{trace}".rstrip())
 
 
 def verify_script(
