@@ -119,7 +119,10 @@ def _compare(engine: Engine, stored: Stored) -> None:
         words = "; ".join(_listed(what, names) for what, names in names_by_difference.items())
         assert stored.manifest is not None
         saved, ours = stored.manifest.fields.get("task"), engine.task.name
-        other = "" if saved == ours else f" (it is of the task {saved!r}, and this run's is {ours!r})"
+        other = ""
+        if saved != ours:
+            words = _listed(*next(iter(names_by_difference.items())))
+            other = f" (it is of the task {saved!r}, and this run's is {ours!r})"
         raise InputError(
             f"{stored.folder} does not fit{other}: {words}; --init-from begins a new run with the weights that agree"
         )

@@ -126,7 +126,7 @@ def train(
     """
     from shardwise.layout import check
 
-    if init_from is not None and resume not in (None, "new"):
+    if init_from is not None and resume not in (None, "auto", "new"):  # auto: the job starts again and again
         raise click.UsageError("--resume goes on with a run and --init-from begins a new one: give one of them")
     if target is None and resume not in (None, "auto", "new"):
         target = _of_run(str(resume))
