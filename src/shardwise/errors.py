@@ -6,6 +6,7 @@ stopped when asked to, to be started again.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 
@@ -52,6 +53,23 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message; the name of its class where it has none."""
     message = str(error).strip()
     return message.splitlines()[0] if message else type(error).__name__
+
+
+def no_keyboard(text: str) -> str:
+    """Returns `; '＝' is not the keyboard's '='` for the first sign that only looks like one of syntax; "" for none."""
+    import unicodedata
+
+    alike = {"“": '"', "”": '"', "„": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "−": "-"}
+    for sign in text:
+        plain = alike.get(sign) or unicodedata.normalize("NFKC", sign)
+        if plain != sign and plain.isascii() and not plain.isalnum():
+            return f"; {sign!r} is not the keyboard's {plain!r}: type it anew"
+    return ""
+
+
+def at_home(text: str) -> str:
+    """Returns a path with its `~` as the home folder: a shell leaves it in `--set key=~/runs`; other text as it is."""
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:

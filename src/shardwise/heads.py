@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,11 @@ def read_config(source: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(str(source), local_files_only=True)
     except Exception as error:  # each configuration class has checks of its own
-        reason = first_line(error)
+        try:
+            json.loads(file.read_bytes())
+            reason = first_line(error)
+        except ValueError as wrong:
+            reason = f"not JSON: {wrong}"
         raise InputError(f"{file} is not a configuration: {reason}") from error
 
 

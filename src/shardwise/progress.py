@@ -5,16 +5,40 @@ A line is written by a function that can be pickled, so that rank 0 of a probe w
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 Say = Callable[[str], None]
 EVERY_S = 2.0  # between plain lines of one process: a log is read later
 _last_plain = [-EVERY_S]
+
+
+class Unbroken(io.FileIO):
+    """A standard stream that drops what it cannot write (its reader is gone, the disk of a log full): work goes on."""
+
+    def write(self, data: Any) -> int:
+        """Write the bytes, or drop them; returns their number."""
+        left = memoryview(data)
+        while left:  # a write to a pipe may take a part
+            try:
+                left = left[super().write(left) or 0 :]
+            except OSError:
+                break
+        return len(data)
+
+
+def unbroken_stderr() -> None:
+    """Let stderr drop what it cannot write; not where it is no file, as under a test."""
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr.flush()
+        raw = Unbroken(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, sys.stderr.errors, write_through=True)
 
 
 def silent(text: str) -> None:

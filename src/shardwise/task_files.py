@@ -6,6 +6,7 @@ A task is a function that can be called with nothing and returns a value, or a v
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from shardwise.errors import did_you_mean
@@ -105,6 +106,8 @@ def which_task(name: str) -> str:
     beside = Path(before.replace(".", "/") + ".py")
     if dot and before and beside.is_file() and task in tasks_in(beside):
         return f"a colon stands before the task: {beside}:{task}"
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).parent.is_dir():
+        return f"nothing is fetched from a hub: hf download {name} --local-dir FOLDER, and give FOLDER"
     choices = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]
     return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, choices)}"
 

@@ -242,6 +242,36 @@ def test_closed_streams_and_a_folder_that_is_gone(tmp_path, monkeypatch, capfd):
     check_message(capfd.readouterr().err, "is gone: go to one that is there")
 
 
+def test_streams_that_take_nothing_end_no_work(tmp_path):
+    program = f"{sys.executable} -m shardwise config"
+    full = shell(["bash", "-c", f"{program} > /dev/full"], tmp_path)
+    assert full.returncode == 1
+    told = "shardwise: done, but the answer cannot be written to stdout: No space left on device"
+    assert full.stderr.strip().splitlines()[-1] == told and "Traceback" not in full.stderr
+    assert shell(["bash", "-c", f"{program} 2> /dev/full"], tmp_path).returncode == 0
+
+
+def test_what_a_command_wrote_it_writes_again(folder, capfd):
+    for _ in range(2):
+        assert call(["show", "schedule", "pp=2", "-o", "mine.svg"]) == 0
+    (folder / "mine.svg").write_text("<svg></svg>")
+    assert call(["show", "schedule", "pp=2", "-o", "mine.svg"]) == 2
+    assert (folder / "mine.svg").read_text() == "<svg></svg>"
+
+
+def test_a_mapping_is_a_plan_and_a_tilde_the_home_folder(monkeypatch, tmp_path):
+    from shardwise.config import Given, load
+    from shardwise.layout import Plan
+
+    plan = Plan.parse("dp_shard=2,sp=false")
+    assert all(
+        Plan.parse(text) == plan for text in ({"dp_shard": 2}, "{'dp_shard': 2}", '{"dp_shard": 2, "sp": false}')
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loaded = load(None, ["train.out=~/runs"], [Given("plan", {"dp_shard": 2}, "the plan")])
+    assert loaded.plan == plan and loaded.config.train.out == str(tmp_path / "runs")
+
+
 def test_a_process_opens_as_many_files_as_it_may(monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] // 2, limits[1]))

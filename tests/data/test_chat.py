@@ -107,7 +107,7 @@ def test_what_cannot_be_learned_is_told(tmp_path: Path) -> None:
 
     refusals: list[tuple[str | None, list[Any], int, str]] = [
         (None, [CHAT], 200, "has no chat template, and the examples are messages"),
-        (CHATML, [CHAT[:1]], 200, "chat.jsonl:1: nothing to learn: the assistant says nothing"),
+        (CHATML, [CHAT[:1]], 200, "chat.jsonl:1: nothing to learn: no message has the role assistant, but 'user'"),
         (CHATML, [CHAT], 8, "no answer begins within 8 tokens: raise seq_len"),
         ("{{ raise_exception('roles must alternate') }}", [CHAT], 200, "refuses it.*roles must alternate"),
         (

@@ -190,7 +190,7 @@ def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
     new = shardwise.train("digits", steps=1, resume="new", **AVERAGED)
     assert new.folder != half.folder
     shutil.copytree(half.folder / "checkpoints" / "step-00000005", "alone/step-00000005")
-    with pytest.raises(InputError, match="does not fit: it lacks model/"):
+    with pytest.raises(InputError, match=r"does not fit.*: it lacks model/"):
         shardwise.train(odd, steps=9, resume="alone/step-00000005", out="others")
     assert not os.listdir("others")
 

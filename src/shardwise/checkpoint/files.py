@@ -25,6 +25,7 @@ from shardwise.errors import InputError, RunError
 from shardwise.guard.points import reach
 
 CHUNK = 2**20  # bytes of one write, and of one read: what is hashed is still in the cache when it is copied
+LFS = b"version https://git-lfs"  # with what a pointer begins, in the place of a file that was not fetched
 MAX_HEADER = 100 * 2**20  # bytes; what the safetensors library allows
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -191,6 +192,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return entries
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         again = "fetch it again" if path.suffix == ".safetensors" else "give a .safetensors file, or a run's folder"
+        if path.is_file() and path.open("rb").read(len(LFS)) == LFS:
+            raise InputError(f"{path} is a pointer of git lfs, not the weights themselves: git lfs pull") from error
         if path.is_file() and begins_as_pickle(path):
             again = "it begins as pickles do, whose tensors `shardwise checkpoint convert --allow-pickle` takes"
         raise InputError(f"{path} cannot be read as safetensors ({error}): {again}") from error

@@ -12,6 +12,7 @@ import enum
 import math
 import os
 import pickle
+import re
 import shutil
 import warnings
 import zipfile
@@ -82,9 +83,10 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or hostile file raises in there is anything, no memory left included
-        first = str(error).strip().splitlines() or [type(error).__name__]
+        needs = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        reason = f"it holds {needs[1]}" if needs else first_line(error)[:200]
         raise InputError(
-            f"{path} cannot be read without running code that is in it ({first[0][:200]}): where you trust it, load it "
+            f"{path} cannot be read without running code that is in it ({reason}): where you trust it, load it "
             "by torch.load in a script of yours, and save its state_dict with safetensors"
         ) from error
     states = dict(_state_dicts(whole, ""))
@@ -94,7 +96,9 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
         _refuse_larger(path, states[key])
         return states[key]
     there = ", ".join(repr(name) for name in list(states)[:5]) or "none"
-    raise InputError(f"{path}: which state dict is meant, a table of names and tensors alone? It has {there} (--key)")
+    if key is not None:
+        raise InputError(f"{path} has no state dict {key!r}; --key takes one of {there}")
+    raise InputError(f"{path} holds {len(states)} state dicts: --key says which, one of {there}")
 
 
 def _refuse_compressed(path: Path) -> None:

@@ -33,8 +33,11 @@ def find(path: str | Path) -> Path:
     """Returns the checkpoint that a path means: itself, or the newest of a run's folder or of its `checkpoints`."""
     checkpoint = _checkpoint_of(place(path))
     if checkpoint is None:
-        why = "it is no checkpoint, and holds none" if place(path).exists() else "there is no such folder"
-        raise InputError(f"{path}: {why}")
+        if not place(path).exists():
+            raise InputError(f"{path}: there is no such folder")
+        below = [] if is_remote(place(path)) else [run for run in sorted(Path(path).glob("*/")) if _checkpoint_of(run)]
+        advice = f"as {below[-1]}" if below else "or a checkpoint in it"
+        raise InputError(f"{path}: it is no checkpoint, and holds none; give the folder of a run, {advice}")
     return checkpoint
 
 

@@ -84,7 +84,11 @@ def choose(engine: Engine, folder: Path) -> Restored:
                 return Restored(path, stored.manifest, notices, damaged, same)
         notices.append(f"checkpoint {path.name} is damaged and was not loaded: " + "; ".join(wrong[:MOST]))
         damaged.append(path)
-    raise InputError(f"{folder} holds no checkpoint that can be loaded: " + "; ".join(notices))
+    raise InputError(
+        f"{folder} holds no checkpoint that can be loaded: "
+        + "; ".join(notices)
+        + ". Restore them from a copy, or begin anew"
+    )
 
 
 def _together(engine: Engine, work: Callable[[], None]) -> None:
@@ -113,8 +117,14 @@ def _compare(engine: Engine, stored: Stored) -> None:
         names_by_difference.setdefault(what, []).append(name)
     if names_by_difference:
         words = "; ".join(_listed(what, names) for what, names in names_by_difference.items())
+        assert stored.manifest is not None
+        saved, ours = stored.manifest.fields.get("task"), engine.task.name
+        other = ""
+        if saved != ours:
+            words = _listed(*next(iter(names_by_difference.items())))
+            other = f" (it is of the task {saved!r}, and this run's is {ours!r})"
         raise InputError(
-            f"{stored.folder} does not fit: {words}; --init-from begins a new run with the weights that agree"
+            f"{stored.folder} does not fit{other}: {words}; --init-from begins a new run with the weights that agree"
         )
 
 
@@ -277,7 +287,10 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
     missing = sorted({name for _, own in by_rank for name in own} - set(loaded))
     if not loaded:
         some = ", ".join(sorted(names)[:MOST])
-        raise InputError(f"{stored.folder}: no weight of this model has a name and shape in it; it has {some}, ...")
+        raise InputError(
+            f"{stored.folder}: no weight of this model has a name and shape in it; it has {some}, ...: it is another "
+            "model's, or train.init_rename changes its names"
+        )
 
     @torch.no_grad()
     def read() -> None:

@@ -24,7 +24,8 @@ from typing import Any
 
 import click
 
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import RefusedPlan, ShardwiseError, nearest, no_keyboard
+from shardwise.layout.other_words import key_of
 from shardwise.layout.plan import Plan
 from shardwise.progress import line
 
@@ -163,11 +164,14 @@ def _usage(error: click.ClickException) -> str:
     if isinstance(error, click.exceptions.NoArgsIsHelpError) and error.ctx is not None:
         return _say_which(error.ctx)
     message = " ".join(error.format_message().split()).rstrip(".")
+    words = getattr(getattr(getattr(error, "ctx", None), "obj", None), "args", [])  # without one before a command
+    if sign := next(filter(None, (no_keyboard(word[:1]) for word in words)), ""):
+        return message + sign
     extra = re.search(r"extra arguments? \((\w+=[^)]*)\)", message)
     if extra is not None:
         return f"{message}: write a plan without spaces, as in dp_shard=2,{extra[1].replace(' ', ',')}"
-    if isinstance(error, click.NoSuchOption) and (key := _of_a_script(error) or _as_a_key(error)):
-        return f"No such option '{error.option_name}'; give it as {key}"
+    if isinstance(error, click.NoSuchOption) and (advice := _instead(error, words)):
+        return f"No such option '{error.option_name}'; {advice}"
     if isinstance(error, click.BadOptionUsage) and error.ctx is None:  # found before there was a command
         return f"{message}; --help shows what it takes"
     if isinstance(error, click.UsageError) and error.ctx is not None and "id you mean" not in message:
@@ -177,12 +181,18 @@ def _usage(error: click.ClickException) -> str:
     return message
 
 
-def _of_a_script(error: click.NoSuchOption) -> str:
-    """Returns how to give an option to the script that a command line proves, "" where it proves none."""
-    answer = error.ctx.obj if error.ctx is not None else None
-    words = answer.args if isinstance(answer, Answer) and answer.command == "verify" else []
-    script = next((word for word in words if word.endswith(".py")), None)
-    return f"the script's own, behind --: shardwise verify {script} -- {error.option_name} ..." if script else ""
+def _instead(error: click.NoSuchOption, words: list[str]) -> str:
+    """Returns what to write in the place of an unknown option; "" where nothing tells. `words`: the command line."""
+    params = error.ctx.command.params if error.ctx is not None else []
+    of_script = any(param.name == "arguments" for param in params) and any(word.endswith(".py") for word in words)
+    if of_script and not nearest(error.option_name.strip("-"), [name.strip("-") for name in error.possibilities or ()]):
+        return f"a script's own stand behind --, as -- {error.option_name} ..."
+    options = {option for param in params for option in param.opts}
+    one_dash = next((word for word in words if f"-{word.partition('=')[0]}" in options), None)  # read as -p -l -a -n
+    if one_dash is not None:
+        return f"did you mean -{one_dash}?"
+    key = _as_a_key(error)
+    return f"give it as {key}" if key else ""
 
 
 def _as_a_key(error: click.NoSuchOption) -> str:
@@ -198,6 +208,8 @@ def _as_a_key(error: click.NoSuchOption) -> str:
     from shardwise.config.effective import keys
 
     key = next((key for key in keys() if key.rpartition(".")[2] == name), None)
+    if key is None and (other := key_of(name)) is not None and other.partition(",")[0] in keys():
+        key = other.partition(",")[0]
     return f"--set {key}=..." if key else ""
 
 

@@ -11,6 +11,7 @@ from shardwise.cli.options import common
 from shardwise.errors import InputError
 
 WHERE = "CHECKPOINT"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")  # by which a reader would take the file for one of torch.save
 
 
 @click.group()
@@ -105,6 +106,11 @@ def convert(
         raise InputError("--key says where in a file of torch.save a state dict lies: it needs --allow-pickle or --dcp")
     if dcp and (like is not None or merge or allow_pickle):
         raise InputError("--dcp writes the weights under their own names: leave --like, --merge and --allow-pickle out")
+    if Path(target).suffix in PICKLES:
+        folder = Path(target).with_suffix("")
+        raise InputError(
+            f"{target}: weights are written as safetensors: give {folder}.safetensors, or a folder, {folder}"
+        )
     if merge:
         if ema or allow_pickle:
             raise InputError("--merge takes a run with adapters: leave --ema and --allow-pickle out")

@@ -61,7 +61,8 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     if not rows:
         raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
     if all("error" in fields for fields in by_plan):
-        raise InputError(f"compare: none of the plans can be forecast: {by_plan[0]['error']}")
+        between = "" if ";" in plans or "," not in plans else '; between plans stands ";", as in "dp_shard=8;tp=8"'
+        raise InputError(f"compare: none of the plans can be forecast: {by_plan[0]['error']}{between}")
     head = ["plan", "step", "MFU", "memory", "fits", "largest beside compute"]
     if words["measure"]:
         head += ["measured step", "live bytes, forecast", "measured", "received a step", "loss"]

@@ -53,6 +53,8 @@ def doctor(answer: Answer, folder: str, plan: str | None) -> None:
     Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
     well, 1 when something is not.
     """
+    if plan is not None and _alone():
+        raise click.UsageError("--plan is measured over a launcher's ranks, and there are none: srun shardwise doctor")
     with timing(not answer.as_json) as say:
         checks = list(look(Path(folder), say, plan))
     answer.fields["checks"] = [asdict(check) for check in checks]
@@ -61,6 +63,16 @@ def doctor(answer: Answer, folder: str, plan: str | None) -> None:
     lines += ["", *(f"{check.what}: {check.problem}" for check in bad)] if bad else ["", "nothing is wrong here"]
     answer.text = redacted("\n".join(lines))
     answer.code = 1 if bad else 0
+
+
+def _alone() -> bool:
+    """Whether no launcher started this process; False where its variables contradict each other: a check tells."""
+    from shardwise.ranks import here
+
+    try:
+        return here() is None
+    except InputError:
+        return False
 
 
 def look(folder: Path, say: Say = silent, plan: str | None = None) -> Iterator[Check]:
@@ -175,6 +187,9 @@ def _shared_memory() -> Iterator[Check]:
 
 
 def _disk(folder: Path) -> Iterator[Check]:
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        yield Check("disk", f"{above} is a file", f"runs cannot go to {folder}, which lies below a file")
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(near).free
     problem = (

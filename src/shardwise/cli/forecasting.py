@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.options import WholeNumber, with_adapters
-from shardwise.errors import InputError
+from shardwise.cli.options import Number, WholeNumber, with_adapters
 from shardwise.progress import silent
 
 if TYPE_CHECKING:
@@ -64,13 +62,11 @@ def adapted(task: str, words: dict[str, Any]) -> Any:
 def failures(command: Any) -> Any:
     """The options that tell of failures and what they cost."""
     options = (
-        click.option("--mtbf-hours", type=click.FloatRange(min=1), help="Mean hours between failures of one device."),
-        click.option(
-            "--restart-s", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to restart."
-        ),
+        click.option("--mtbf-hours", type=Number(min=1), help="Mean hours between failures of one device."),
+        click.option("--restart-s", type=Number(min=0), default=300.0, show_default=True, help="Seconds to restart."),
         click.option(
             "--checkpoint-s",
-            type=click.FloatRange(min=0),
+            type=Number(min=0),
             help="Seconds that a checkpoint stops a step; by default the copy of what a rank writes.",
         ),
         click.option("--saves-of", metavar="RUN", help="The same as a run measured it, by its bytes."),
@@ -98,11 +94,3 @@ def subject_and_batch(
     )  # fmt: skip
     of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if is_shape(task) else ""
     return subject, f"{subject.global_batch} samples{of}"
-
-
-def write(path: str, text: str) -> None:
-    """Write a file that a command was asked for; raises `InputError` where it cannot be."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, failures, maybe_where, subject_and_batch, where, write
-from shardwise.cli.options import WholeNumber, common, given, given_plan, output_file
+from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, failures, maybe_where, subject_and_batch, where
+from shardwise.cli.options import Number, WholeNumber, common, given, given_plan, output_file, write
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
 from shardwise.progress import block, timing
@@ -62,7 +62,7 @@ def _goodput(
 @click.option("--runnable", is_flag=True, help="Only plans that this version can train.")
 @click.option(
     "--min-memory-headroom",
-    type=click.FloatRange(0, 0.9),
+    type=Number(0, 0.9),
     default=0.08,
     show_default=True,
     help="Share of memory kept free.",
@@ -71,7 +71,7 @@ def _goodput(
     "--job", metavar="TIME", help="A job that takes as long on all devices (20m, 3h): its cost, and on fewer."
 )
 @click.option("--tokens", metavar="COUNT", help="A job of so many tokens (300B, 15T): hours and cost, and on fewer.")
-@click.option("--price", type=click.FloatRange(min=0), default=0.0, help="Price of one device for an hour, for a job.")
+@click.option("--price", type=Number(min=0), default=0.0, help="Price of one device for an hour, for a job.")
 @click.option("--top", type=WholeNumber(min=1), default=8, show_default=True, help="Rows of the table.")
 @click.option(
     "-o",
@@ -198,9 +198,7 @@ def _translated(answer: Answer, task: str | None, words: dict[str, Any]) -> None
 @click.option("--scale", is_flag=True, help="Also over numbers of devices and batches.")
 @failures
 @click.option("--measure-rank", type=WholeNumber(min=0), help="Run this rank here: true compute and peak bytes.")
-@click.option(
-    "--price", type=click.FloatRange(min=0), help="Price of one device for an hour; gives the cost of tokens."
-)
+@click.option("--price", type=Number(min=0), help="Price of one device for an hour; gives the cost of tokens.")
 @common
 @click.pass_obj
 def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:

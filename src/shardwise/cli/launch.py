@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.options import WholeNumber, common, given, given_plan
+from shardwise.cli.options import Number, WholeNumber, common, given, given_plan, keep_others
 from shardwise.cli.prove import is_script
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError, ShardwiseError
@@ -37,7 +37,7 @@ MOUNTED = "/runs"  # where a volume is mounted, whose folder nobody named
     "--per-node", type=WholeNumber(min=1), help="Ranks of a host: its devices. By default the cluster's, or 8."
 )
 @click.option("--cluster", callback=given, help='"4x8 h100-sxm-80gb, ib-400" or a .toml file: links, hours and price.')
-@click.option("--price", type=click.FloatRange(min=0), default=0.0, help="Price of one device for an hour.")
+@click.option("--price", type=Number(min=0), default=0.0, help="Price of one device for an hour.")
 @click.option("--name", callback=given, help="Of the job; its runs lie in FOLDER/NAME, where it goes on.")
 @click.option("--folder", callback=given, help="Of runs and checkpoints, which the hosts share.  [default: runs]")
 @click.option("--cpu", is_flag=True, help="The ranks are on CPUs: no accelerators are asked for.")
@@ -78,6 +78,7 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     from shardwise.launch.launch_job import job_name
 
     chosen = engines.engine(words["on"])
+    _refuse_more_lines(words)
     if words["ask"] and not (words["ask"] == "follow" and words["yes"]):
         answer.code = engines.ask(chosen, words["ask"], job_name(words["name"], target))
         return
@@ -87,10 +88,21 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     answer.fields.update(plan=str(plan), world_size=plan.world_size, files=files, nodes=job.nodes)
     if words["yes"] and words["dry_run"]:
         raise click.UsageError("--yes submits and --dry-run does not: give one of them")
-    lines = [job.what, *_map(answer, job, cluster), *_forecast(answer, effective, cluster, words), *chosen.remarks(job)]
+    unset = [
+        f"{name} is not set here: set it where the job is submitted" for name in job.passed if name not in os.environ
+    ]
+    lines = [
+        job.what,
+        *unset,
+        *_map(answer, job, cluster),
+        *_forecast(answer, effective, cluster, words),
+        *chosen.remarks(job),
+    ]
     if words["dry_run"] or (answer.as_json and not words["yes"]):
         answer.text = "\n".join([*lines, *(f"\n--- {name}\n{text}".rstrip() for name, text in files.items())])
         return
+    for name in files:
+        keep_others(Path(words["output"]) / name)
     paths = engines.write(files, Path(words["output"]))
     lines.append(f"written: {', '.join(map(str, paths))}")
     click.echo("\n".join(lines), err=answer.as_json)
@@ -110,6 +122,14 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     answer.text = "\n".join(
         [*([said] if said else []), *([f"later: {again} --{' | --'.join(asked)}"] if asked else [])]
     )
+
+
+def _refuse_more_lines(words: dict[str, Any]) -> None:
+    """Raises `InputError` for a line break in what becomes one line of a file; a setup is shell, and may have some."""
+    for name, value in words.items():
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str) and "\n" in text.strip() and name not in ("setup", "variables"):
+                raise InputError(f"--{name} {text!r} is of several lines: give one (--setup takes lines of shell)")
 
 
 def _agreed(command: str) -> bool:

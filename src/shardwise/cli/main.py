@@ -5,7 +5,6 @@ Importing this module does not import torch, so that help and mistakes are quick
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
+from shardwise.progress import unbroken_stderr
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 AGAIN_S, IMPORT_S = 0.3, 10.0  # between looks whether SIGTERM is obeyed; how long it waits for imports
@@ -126,21 +126,16 @@ def train(
     """
     from shardwise.layout import check
 
-    if profile_steps is not None:
-        overrides = (*overrides, f'train.profile_steps="{profile_steps}"')
-    if cluster is not None:
-        overrides = (*overrides, f"train.cluster={cluster}")
-    if data is not None:
-        overrides = (*overrides, f"task.files={json.dumps([data])}")
-    if checkpoint_every is not None:
-        overrides = (*overrides, f"train.checkpoint_every={checkpoint_every}")
-    if restarts is not None:
-        overrides = (*overrides, f"train.restarts={restarts}")
-    if init_from is not None:
-        overrides = (*overrides, f"train.init_from={init_from}")
+    if init_from is not None and resume not in (None, "auto", "new"):  # auto: the job starts again and again
+        raise click.UsageError("--resume goes on with a run and --init-from begins a new one: give one of them")
     if target is None and resume not in (None, "auto", "new"):
         target = _of_run(str(resume))
-    effective = _effective(target, overrides, plan, steps)
+    effective = _effective(target, overrides, {
+        "--plan": ("plan", plan), "--steps": ("train.steps", steps), "--data": ("task.files", data and [data]),
+        "--profile-steps": ("train.profile_steps", profile_steps), "--cluster": ("train.cluster", cluster),
+        "--checkpoint-every": ("train.checkpoint_every", checkpoint_every),
+        "--restarts": ("train.restarts", restarts), "--init-from": ("train.init_from", init_from),
+    })  # fmt: skip
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     check(effective.plan)
     begin(answer, "train: loading PyTorch")
@@ -175,7 +170,7 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
             raise click.UsageError("--starter takes no file and no --set")
         answer.text = answer.fields["config"] = room.starter()
         return
-    effective = _effective(path, overrides, None, None)
+    effective = _effective(path, overrides, {})
     answer.text = room.show(effective)
     answer.fields.update(
         config={**effective.config.model_dump(), "plan": effective.plan.as_dict(defaults=True)},
@@ -195,18 +190,15 @@ def _of_run(resume: str) -> str | None:
     return next((str(folder / "config.toml") for folder in above if (folder / "config.toml").is_file()), None)
 
 
-def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:
-    """Returns the `Effective` configuration of a command line."""
+def _effective(target: str | None, overrides: tuple[str, ...], options: dict[str, tuple[str, Any]]) -> Any:
+    """Returns the `Effective` configuration of a command line. `options`: (key, value or None) by name."""
     from shardwise.config import Given, load
 
     values = []
     path = target if target is not None and target.endswith(".toml") else None
     if target is not None and path is None:
         values.append(Given("task.name", target, "the task argument"))
-    if plan is not None:
-        values.append(Given("plan", plan, "--plan"))
-    if steps is not None:
-        values.append(Given("train.steps", steps, "--steps"))
+    values += [Given(key, value, option) for option, (key, value) in options.items() if value is not None]
     return load(path, overrides, values)
 
 
@@ -258,6 +250,7 @@ def call(args: list[str]) -> int:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # of `__main__`
             _stand_somewhere()
+            _refuse_undecoded(args)
             code = main.main(args or ["--help"], prog_name="shardwise", standalone_mode=False, obj=answer)
             if answer.as_json and isinstance(code, int):  # --help or --version ended it
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
@@ -268,8 +261,24 @@ def call(args: list[str]) -> int:
             answer.fail(error)
     answer.clear()
     if (answer.as_json or answer.text) and speaks():
-        click.echo(answer.output())
+        return answer.code if _written(answer.output()) else 1
     return answer.code
+
+
+def _written(text: str) -> bool:
+    """Write the answer to stdout; returns False where it takes none, which is told. A reader that has gone is content.
+
+    What Python would write there at its end goes nowhere then.
+    """
+    try:
+        click.echo(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"shardwise: done, but the answer cannot be written to stdout: {error.strerror}", err=True)
+            return False
+    return True
 
 
 def _stand_somewhere() -> None:
@@ -279,12 +288,21 @@ def _stand_somewhere() -> None:
         raise InputError("the folder in which this was started is gone: go to one that is there") from None
 
 
+def _refuse_undecoded(args: list[str]) -> None:
+    """Raises `InputError` for letters that the locale does not have: they would fail wherever they are written."""
+    for word in (*args, os.getcwd()):
+        if any("\udc80" <= letter <= "\udcff" for letter in word):
+            shown = os.fsencode(word).decode(errors="replace")
+            raise InputError(f"{shown!r} has letters that this shell's locale does not: export LC_ALL=C.UTF-8")
+
+
 def _open_streams() -> None:
     """Opens closed standard streams (`>&-`) on /dev/null, so that files opened later do not take their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
             os.dup2(nowhere, number)
+            os.set_inheritable(number, True)  # ranks have it too; where it was `nowhere` itself, dup2 does nothing
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
@@ -297,6 +315,7 @@ def _told_unless_ended(unraisable: Any) -> None:
 def run() -> None:
     """The console script."""
     _open_streams()
+    unbroken_stderr()
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGALRM, end)
     sys.unraisablehook = _told_unless_ended

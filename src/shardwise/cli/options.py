@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, at_home
+
+MARK = "written by shardwise"  # in every file that a command writes: one that lacks it is somebody else's
 
 
 class WholeNumber(click.IntRange):
@@ -18,22 +20,50 @@ class WholeNumber(click.IntRange):
     name = "whole number"
 
 
+class Number(click.FloatRange):
+    """A number within bounds; click calls it a "float range"."""
+
+    name = "number"
+
+
 def output_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """The path of a file to write, refused before the work where its folder is not there or cannot be written."""
-    if path is not None:
-        folder = Path(path).absolute().parent
-        if not folder.is_dir():
-            raise InputError(f"cannot write {path}: there is no folder {folder}")
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"cannot write {path}: {folder} may not be written")
+    """The path of a file to write, refused before the work where it cannot be, or where another's file lies there."""
+    if path is None:
+        return None
+    path = os.path.expanduser(path)
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write {path}: {folder} may not be written")
+    if context.params.get("refine") is None:  # which corrects the file that is there
+        keep_others(Path(path))
     return path
+
+
+def keep_others(path: Path) -> None:
+    """Raises `InputError` where a file lies at `path` that shardwise did not write."""
+    if path.is_file() and path.stat().st_size and MARK.encode() not in path.read_bytes():
+        raise InputError(f"{path} exists, and shardwise did not write it: give another name, or move it away")
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a file that a command was asked for, with `MARK`; raises `InputError` where it cannot be."""
+    if text.startswith("<"):
+        text = f"{text}\n<!-- {MARK} -->\n"
+    elif not text.startswith("{"):  # JSON has no comments
+        text = f"# {MARK}\n{text}"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def given(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
     """The text as it was given, refused where nothing is: a variable of the shell that was never set."""
     if text is not None and not text.strip():
         raise InputError(f"{_named(parameter)} is empty: give it its value, or leave it out")
-    return text
+    return text and at_home(text)
 
 
 def _named(parameter: click.Parameter) -> str:
@@ -45,7 +75,7 @@ def given_plan(context: click.Context, parameter: click.Parameter, text: str | N
     """The plan as it was given, refused where nothing is: a variable of the shell that was never set."""
     if text is not None and not text.strip():
         raise InputError(f"{_named(parameter)} is empty: give a plan, such as dp_shard=2,zero=3, or single")
-    return text
+    return text and at_home(text)
 
 
 def common(function: Callable) -> Callable:

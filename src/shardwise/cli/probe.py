@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from shardwise.cli.answer import Answer, speaks
-from shardwise.cli.forecasting import write
-from shardwise.cli.options import WholeNumber, common, output_file
+from shardwise.cli.options import WholeNumber, common, output_file, write
 from shardwise.cli.waiting import begin
 from shardwise.progress import telling
 
@@ -29,7 +28,9 @@ from shardwise.progress import telling
 @click.option(
     "--quick", is_flag=True, help="Half a minute instead of two: one round of fewer steps, so a slow moment counts."
 )
-@click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
+@click.option(
+    "--refine", metavar="RUN", is_eager=True, help="Do not measure: correct the file by a run that was forecast on it."
+)
 @common
 @click.pass_obj
 def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, quick: bool) -> None:

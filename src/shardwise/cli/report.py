@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.options import common, output_file
-from shardwise.errors import InputError
+from shardwise.cli.options import common, output_file, write
 
 
 @click.command()
@@ -36,9 +35,6 @@ def report(answer: Answer, runs: tuple[str, ...], output: str | None) -> None:
 
     read = [read_run(Path(run)) for run in runs]
     target = Path(output) if output else Path(runs[0]) / "report.html"
-    try:
-        target.write_text(page(read), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}") from None
+    write(target, page(read))
     answer.fields.update(file=str(target), runs=[run.name for run in read])
     answer.text = f"wrote {target}: {len(read)} run(s), {target.stat().st_size / 1024:.0f} KiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.options import WholeNumber, common, given_plan, output_file
+from shardwise.cli.options import WholeNumber, common, given_plan, output_file, write
 from shardwise.cli.waiting import begin
 
 MOST_CELLS = 100_000  # of a table that is printed
@@ -33,9 +33,6 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
     PLAN is, for example, "pp=4,schedule=zbv,microbatches=8". F is a forward, B a backward; zero-bubble schedules
     split a backward into I (gradient of the input) and W (gradients of the weights).
     """
-    from pathlib import Path
-
-    from shardwise.errors import InputError
     from shardwise.layout import Plan
     from shardwise.layout.drawing import as_svg, as_text, summary
     from shardwise.layout.schedules import schedule_of
@@ -55,10 +52,7 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
     if output is None:
         answer.text = as_text(table)
         return
-    try:
-        Path(output).write_text(as_svg(table), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}") from None
+    write(output, as_svg(table))
     answer.text = "\n".join([*summary(table), f"drawn in {output}"])
 
 
@@ -136,9 +130,6 @@ def ring(answer: Answer, collective: str, ranks: int, output: str | None) -> Non
 
     COLLECTIVE is all_reduce, reduce_scatter, all_gather, broadcast or all_to_all.
     """
-    from pathlib import Path
-
-    from shardwise.errors import InputError
     from shardwise.layout.ring_steps import as_svg, as_text
     from shardwise.layout.ring_steps import ring as drawn_ring
 
@@ -148,8 +139,5 @@ def ring(answer: Answer, collective: str, ranks: int, output: str | None) -> Non
     if output is None:
         answer.text = as_text(drawn)
         return
-    try:
-        Path(output).write_text(as_svg(drawn), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}") from None
+    write(output, as_svg(drawn))
     answer.text = f"drawn in {output}: {len(drawn.steps)} steps"

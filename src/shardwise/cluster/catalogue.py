@@ -137,6 +137,8 @@ def model(name: str) -> dict[str, str]:
     for full, row in rows.items():
         if key_of(full) == key_of(name):
             return row
-    raise InputError(
-        f"no model {name!r} in the catalogue{did_you_mean(name.lower(), list(rows))} (known: {', '.join(rows)})"
-    )
+    hint = did_you_mean(name.rpartition("/")[2].lower(), list(rows))
+    if "/" in name:
+        hint += "; nothing is fetched from a hub: download its config.json, and give its path"
+    known = "" if hint else f" (known: {', '.join(rows)})"
+    raise InputError(f"no model {name!r} in the catalogue{hint}{known}")

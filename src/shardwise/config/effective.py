@@ -18,15 +18,18 @@ from shardwise.config import plans
 from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, is_folder, without_effect
 from shardwise.config.sources import Given, from_file, from_overrides, from_table, located, problem
 from shardwise.errors import InputError, did_you_mean, nearest
+from shardwise.layout.other_words import key_of
 from shardwise.layout.plan import Plan
 from shardwise.task_files import which_task
 
 DEFAULT = "default"
+TOP = ("extends", "plan")  # keys above the first section
+FEW = 20  # keys that a message lists
 EXPECTED = {
     "optimizer.betas": "expected two numbers, each at least 0 and below 1",
     "train.profile_steps": "expected first:last, such as 10:12",
     "train.device": "expected auto, cpu or a type such as cuda; each rank takes the device of its local rank",
-    "train.name": "expected letters, digits, '.', '_' or '-', for it becomes part of a folder's name",
+    "train.name": "expected letters, digits, '.', '_' or '-', at most 100, for it becomes part of a folder's name",
 }
 WORDS = {
     "a valid integer": "a whole number",
@@ -135,13 +138,16 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
     if config is None:
         return None, notes, items
     sources = _sources(items)
+    named_in = sources.get("task.name", DEFAULT)
+    inconsistent = _inconsistent(config, Path(named_in) if named_in.endswith(".toml") else None)
+    nameless = "task.name" in dict(inconsistent)  # which keys the task reads is not known
     unused = without_effect(config, set(sources))
+    unused = {key: why for key, why in unused.items() if not (nameless and why.decided_by == "task.name")}
     for key, item in {item.key: item for item in items}.items():
         if key in unused:
             text = f"would have no effect: {unused[key].reason}"
             problems.append(problem(item.source, key, item.value, text))
-    named_in = sources.get("task.name", DEFAULT)
-    for key, text in _inconsistent(config, Path(named_in) if named_in.endswith(".toml") else None):
+    for key, text in inconsistent:
         value, source = _at(config, key), sources.get(key, DEFAULT)
         problems.append(f"{key} {text}" if value is None else problem(source, key, value, text))
     return config, notes, items
@@ -232,17 +238,23 @@ def _nearest(key: str, value: Any) -> str:
     inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
     if (joined := f"{key}_{inner}".replace(".", "_")) in by_leaf:
         return f"; did you mean '{by_leaf[joined]}'?"
+    if (other := key_of(leaf)) is not None:
+        return f"; that is {other} here" if "no key" not in other else f": {other}"
+    if table and leaf in TOP:
+        return f"; it stands below [{table}]: put it above the first section"
     siblings = [name for name, full in by_leaf.items() if full.rpartition(".")[0] == table]
     candidates = siblings if not by_leaf.get(leaf) else [leaf]
     near = nearest(leaf, candidates) or nearest(leaf, by_leaf)
     if near:
         return f"; did you mean '{by_leaf[near]}'?"
+    if len(siblings) > FEW:
+        return "; shardwise config --starter shows all keys"
     return f" (known: {', '.join(siblings)})" if siblings else ""
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Returns every dotted key of the configuration and of the plan, tables among them."""
-    names = [] if prefix else ["extends", "plan", *(f"plan.{name}" for name in plans.KNOWN)]
+    names = [] if prefix else [*TOP, *(f"plan.{name}" for name in plans.KNOWN)]
     for name, field in model.model_fields.items():
         names.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

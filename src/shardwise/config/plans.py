@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.sources import Given, from_file, problem
-from shardwise.errors import InputError
-from shardwise.layout.plan import CHOICES, DEGREES, Plan, missing_comma, nearest_key, no_pair
+from shardwise.errors import InputError, at_home
+from shardwise.layout.plan import CHOICES, DEGREES, Plan, mapping_in, missing_comma, nearest_key, no_pair
 
 KNOWN = tuple(field.name for field in fields(Plan))
 
@@ -34,15 +34,17 @@ def merge(items: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, 
 
 def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
     """Yields the keys of `dp_shard=2,zero=3`, of a plan file, or of a `Plan`."""
-    text = item.value
-    if isinstance(text, Plan):
+    text = mapping_in(item.value)
+    if isinstance(text, Mapping):
+        yield from (Given(f"plan.{key}", value, item.source) for key, value in text.items())
+    elif isinstance(text, Plan):
         for key, value in text.as_dict().items():
             yield Given(f"plan.{key}", value, item.source)
     elif not isinstance(text, str):
         expected = "expected a table, or text such as dp_shard=2,zero=3"
         problems.append(problem(item.source, "plan", text, expected))
     elif text.strip().endswith(".toml"):
-        yield from _from_plan_file(item.folder / text.strip(), problems)
+        yield from _from_plan_file(item.folder / at_home(text.strip()), problems)
     elif text.strip() not in ("", "single"):
         yield from _from_pairs(text, item.source, problems)
 

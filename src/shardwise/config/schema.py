@@ -10,12 +10,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 # the built-in tasks, as a task of one's own is named; each takes its [task] section
 BUILTINS = {"text": "shardwise.training.builtin:text_task", "digits": "shardwise.training.builtin:digits_task"}
 FOLDER = "shardwise.hf.folder_task:folder_task"  # of a checkpoint folder that is named as the task
 PATHS = ("task.files", "task.tokenizer")  # files and folders, kept as absolute paths
+NAME = r"^[\w][\w.-]{0,99}$"  # of a run: a part of its folder's name
 UNITS = {"k": 1024, "M": 1024**2}
 
 # what each optimizer reads besides lr
@@ -62,6 +63,20 @@ def _one_or_more(value: Any) -> Any:
     return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
+def _renaming(value: str) -> str:
+    """Returns `pattern=replacement` as it is; `ValueError` where the pattern is no regular expression."""
+    try:
+        re.compile(value.partition("=")[0])
+    except re.error as error:
+        raise ValueError(rf"expected a regular expression before = ({error}): any text is .*, a dot is \.") from None
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """Returns a list as it is, and one path (which may hold commas) as a list."""
+    return [value] if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """Base of the sections: an unknown key or a value of another type is an error."""
 
@@ -93,7 +108,7 @@ class TaskSection(Section):
         "with a model of transformers",
     )
     seq_len: int | None = Field(default=None, ge=2, description="tokens of one sample (text, a folder)")
-    files: list[Annotated[str, Field(min_length=1)]] = Field(
+    files: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] = Field(
         default=[],
         description='text files, or JSON lines with a text each: paths and patterns, "texts/*.txt" (text); '
         "empty: Python's standard library; examples as JSON lines (a folder)",
@@ -113,7 +128,7 @@ class LoraSection(Section):
     alpha: float | None = Field(
         default=None, gt=0, description="an adapter's output is multiplied by alpha / rank; not set: as rank"
     )
-    targets: list[Annotated[str, Field(min_length=1)]] = Field(
+    targets: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more)] = Field(
         default=["all-linear"],
         min_length=1,
         description='layers with adapters: ends of their names with * and ?, "q_proj"; "all-linear": all but the '
@@ -122,7 +137,7 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1, description="chance that a feature is dropped before an adapter")
     rslora: bool = Field(default=False, description="multiplied by alpha / sqrt(rank) instead")
     dora: bool = Field(default=False, description="with a trained length of each row beside the adapter")
-    whole: list[Annotated[str, Field(min_length=1)]] = Field(
+    whole: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more)] = Field(
         default=[], description="modules that are trained whole, named as in targets"
     )
 
@@ -244,7 +259,7 @@ class TrainSection(Section):
         min_length=1,
         description="weights to begin with: a run, a checkpoint, or safetensors; names and shapes that agree are taken",
     )
-    init_rename: list[Annotated[str, Field(pattern="^[^=]+=.*$")]] = Field(
+    init_rename: list[Annotated[str, Field(pattern="^[^=]+=.*$"), AfterValidator(_renaming)]] = Field(
         default=[], description='"pattern=replacement" on the names in init_from, regular expressions, in turn'
     )
     sinks: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], BeforeValidator(_one_or_more)] = Field(
@@ -254,7 +269,7 @@ class TrainSection(Section):
     out: str = Field(default="runs", min_length=1, description="folder of the run folders")
     name: str | None = Field(
         default=None,
-        pattern=r"^[\w][\w.-]*$",
+        pattern=NAME,
         description="the run's name in its folder's name; the task's when not set",
     )
     profile_steps: str | None = Field(
@@ -354,9 +369,9 @@ def _task_without_effect(name: str) -> dict[str, str]:
     if name == "text":
         return {"task.model.patch": "the text model has no patches"}
     only_text = {
-        "task.seq_len": "only the text task reads it",
-        "task.files": "only the text task reads text files",
-        "task.tokenizer": "only the text task reads text files",
+        "task.seq_len": "only the text task and a folder of transformers read it",
+        "task.files": "only the text task and a folder of transformers read files",
+        "task.tokenizer": "only the text task and a folder of transformers read files",
         "train.batch_tokens": "only the text task counts tokens: give train.batch_samples",
         "train.generate": "only the text task writes text",
     }

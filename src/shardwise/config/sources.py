@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.config.schema import PATHS, Config
-from shardwise.errors import did_you_mean
+from shardwise.errors import at_home, did_you_mean, no_keyboard
 
 SECTIONS = (*Config.model_fields, "plan")
 TABLES = (*SECTIONS, "task.model")
@@ -66,7 +66,11 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
 
 
 def located(item: Given) -> Given:
-    """Returns a value with its paths made absolute: in a file they are relative to that file."""
+    """Returns a value with its paths made absolute, relative to the file that holds them; `~` is the home folder."""
+    if isinstance(item.value, str):
+        item = item._replace(value=at_home(item.value))
+    elif isinstance(item.value, list):
+        item = item._replace(value=[at_home(word) if isinstance(word, str) else word for word in item.value])
     if item.key == "task.name":
         return _beside(item)
     if item.key not in PATHS:
@@ -101,8 +105,18 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, 
     except UnicodeDecodeError:
         problems.append(f"{path}{extended_by}: is not UTF-8 text")
     except tomllib.TOMLDecodeError as error:
-        problems.append(f"{path}{extended_by}: is not TOML: {error}")
+        problems.append(f"{path}{extended_by}: is not TOML: {error}{_other_than_toml(path)}")
     return {}
+
+
+def _other_than_toml(path: Path) -> str:
+    """Returns what a file that is no TOML looks like, as the end of a message; "" where nothing tells."""
+    lines = [line.partition("#")[0].rstrip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    if any(re.fullmatch(r"[\w.-]+:(\s.*)?", line) for line in lines):
+        return "; it looks like YAML: a section is [train], a key steps = 3 (shardwise config --starter)"
+    if next(filter(None, lines), "").startswith("{"):
+        return "; it looks like JSON: a section is [train], a key steps = 3 (shardwise config --starter)"
+    return no_keyboard("".join(lines))
 
 
 def _nearby(path: Path) -> str:

@@ -84,7 +84,7 @@ class JsonlSource:
         if self.template is not None and isinstance(line.get("messages"), list):
             ids, learned = self.template.document(where, line["messages"])
             if not any(learned[1:]):
-                raise InputError(f"{where}: nothing to learn: the assistant says nothing")
+                raise InputError(f"{where}: nothing to learn: {_unlearned(line['messages'])}")
             return np.asarray(ids, dtype=np.int32), np.asarray(learned, dtype=bool)
         tokens: list[int] = []
         learn: list[bool] = []
@@ -122,6 +122,14 @@ class JsonlSource:
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
+def _unlearned(messages: list[Any]) -> str:
+    """Returns why nothing of a conversation is learned."""
+    roles = dict.fromkeys(message.get("role") for message in messages if isinstance(message, dict))
+    if "assistant" in roles:
+        return "the assistant says nothing"
+    return f"no message has the role assistant, but {', '.join(map(repr, roles)) or 'none'}"
+
+
 def packed(lengths: list[int], room: int) -> list[list[int]]:
     """Returns the documents of each row, in order: a row takes the next while they fit in `room` tokens."""
     rows: list[list[int]] = []
@@ -139,8 +147,14 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file:line", object) of each line that is not empty; `InputError` names the place of one that is none."""
     try:
         text = path.read_bytes()
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder: name its files, as {path}/*.jsonl") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error}") from error
+    if text.lstrip().startswith(b"[{"):
+        raise InputError(
+            f"{path}: one JSON array; wanted is an object a line: jq -c '.[]' {path} > lines.jsonl writes them"
+        )
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             yield f"{path}:{number}", _object(f"{path}:{number}", line)
@@ -150,7 +164,9 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}") from None
+        raise InputError(
+            f"{where}: not JSON: {error}; each line is an object with prompt and completion, messages, or text"
+        ) from None
     if not isinstance(record, dict):
         raise InputError(
             f"{where}: a {type(record).__name__}, expected an object with prompt and completion, messages, or text"

@@ -245,7 +245,10 @@ def _nothing(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, stoppe
         reasons.append("domain= cuts space")
     elif stopped and all(stopped.values()):
         reasons[0] += f" ({stopped[reasons[0]]})"
-    return RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(reasons) or nothing))
+    return RefusedPlan(
+        f"{axes}: no dim of the batch can be cut as a {what} (dp_shard deals samples): "
+        + ("; ".join(reasons) or nothing)
+    )
 
 
 def _candidates(

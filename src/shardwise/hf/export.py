@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -277,10 +278,9 @@ def merge_run(run: Path, source: str | None, target: Path) -> Path:
 
     if not (run / "config.toml").is_file():
         raise InputError(f"--merge: {run} is no run's folder (it has no config.toml)")
-    effective = load(run / "config.toml")
-    if effective.config.lora.rank is None:
+    if "rank" not in tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("lora", {}):
         raise InputError(f"--merge: {run} has no adapters of [lora]: convert it without --merge")
-    task = find_task(effective, None)
+    task = find_task(load(run / "config.toml"), None)
     source = source or getattr(task.weights, "folder", None)
     if source is None:
         raise InputError("--merge: the task's model is no folder's: give --like FOLDER, whose weights were adapted")

@@ -25,7 +25,13 @@ def folder_task(section: TaskSection) -> Task:
     if not section.files:
         raise InputError(f"{folder} has no examples to learn from: --data chat.jsonl, or task.files in a configuration")
     paths = [path for pattern in section.files for path in sorted(glob(pattern)) or [pattern]]
-    longest = getattr(read_config(folder), "max_position_embeddings", None) or LENGTH
+    most = getattr(read_config(folder), "max_position_embeddings", None)
+    if most and section.seq_len and section.seq_len > most:
+        raise InputError(
+            f"task.seq_len = {section.seq_len} is more than the {most} positions of {folder} (max_position_embeddings "
+            "in its config.json): lower it"
+        )
+    longest = most or LENGTH
     tokenizer = section.tokenizer or folder
     data = JsonlSource(
         paths, section.seq_len or min(longest, LENGTH), tokenizer=tokenizer, template=ChatTemplate(tokenizer)

@@ -39,6 +39,12 @@ class Weights:
     def __init__(self, folder: str | Path, config: Any, head: str | None, new: bool) -> None:
         self.folder, self.config, self.head, self.new = folder, config, head, new
         self.checkpoint = Checkpoint(folder)
+        if (few := getattr(config, "quantization_config", None)) is not None:
+            method = (few if isinstance(few, dict) else vars(few)).get("quant_method", "unknown")
+            raise InputError(
+                f"{folder} is quantised (quantization_config in its config.json, {method}), and such weights are not "
+                "trained here: give the folder of the model in bf16 or fp32"
+            )
         if head is not None:
             with torch.device("meta"):
                 model = build_model(config, head)
@@ -104,8 +110,9 @@ class Weights:
             listed = f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}"
             over = f"; it holds {', '.join(left[:4])} besides, which the model does not know" if left else ""
             raise InputError(
-                f"{self.folder} lacks {len(missing)} of the model's {count} tensors: {listed}{over}. Give new=True if "
-                "they are a new head, to be drawn from the seed"
+                f"{self.folder} lacks {len(missing)} of the model's {count} tensors: {listed}{over}. Its "
+                "config.json describes another model than its weights. Give new=True to hf.task if they are a new "
+                "head, to be drawn from the seed"
             )
 
 
@@ -124,7 +131,7 @@ class _Filled:
         elif all(made):
             raise InputError(
                 f"the weights of {self.weights.folder} would not be used: {made[0]}. It is another model's, or another "
-                "configuration's; weights=None draws them"
+                "configuration's; a task with weights=None draws them"
             )
         return module
 

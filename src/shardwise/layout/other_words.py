@@ -44,18 +44,65 @@ OURS_OF = {
 }  # fmt: skip
 
 
+KEY_OF = {  # of a configuration: trainers' arguments, and peft's
+    ("num_train_epochs", "num_epochs", "max_epochs", "n_epochs"): "train.epochs",
+    ("max_steps", "num_steps", "max_iters", "iterations", "train_iters", "total_steps"): "train.steps",
+    ("per_device_train_batch_size", "train_batch_size", "batch_size", "global_batch_size", "global_batch"):
+        "train.batch_samples, over all ranks",
+    ("learning_rate", "max_lr", "base_lr"): "optimizer.lr",
+    ("optim", "optimizer_type"): "optimizer.name",
+    ("adam_epsilon", "epsilon"): "optimizer.eps",
+    ("adam_beta1", "adam_beta2", "beta1", "beta2"): "optimizer.betas = [beta1, beta2]",
+    ("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_decay_style"): "schedule.name",
+    ("warmup_ratio", "warmup", "num_warmup_steps", "lr_warmup_steps"): "schedule.warmup_steps",
+    ("min_lr", "min_lr_ratio"): "schedule.final_factor, a part of optimizer.lr",
+    ("max_grad_norm", "gradient_clipping", "gradient_clip_val", "grad_clip", "clip_grad"): "train.clip_norm",
+    ("output_dir", "default_root_dir", "save_dir", "log_dir"): "train.out",
+    ("run_name", "experiment_name"): "train.name",
+    ("logging_steps", "log_every_n_steps", "log_interval"): "train.log_every",
+    ("save_steps", "save_interval", "save_strategy"): "train.checkpoint_every",
+    ("save_total_limit", "save_top_k"): "train.checkpoint_keep",
+    ("eval_steps", "val_check_interval", "eval_interval", "eval_strategy", "evaluation_strategy"): "train.eval_every",
+    ("load_best_model_at_end",): "train.keep_best",
+    ("dataloader_num_workers", "num_workers"): "train.workers",
+    ("report_to", "logger"): "train.sinks",
+    ("random_seed", "manual_seed"): "train.seed",
+    ("max_seq_length", "max_seq_len", "max_length", "block_size", "context_length", "seq_length"): "task.seq_len",
+    ("model_name_or_path", "model_name", "pretrained_model_name_or_path"): "task.name, a folder on this machine",
+    ("train_file", "data_path", "train_files", "dataset"): "task.files",
+    ("r", "lora_r", "lora_rank", "rank_dimension"): "lora.rank",
+    ("lora_alpha",): "lora.alpha",
+    ("lora_dropout",): "lora.dropout",
+    ("target_modules", "lora_target_modules"): "lora.targets",
+    ("modules_to_save",): "lora.whole",
+    ("use_rslora",): "lora.rslora",
+    ("use_dora",): "lora.dora",
+    ("resume_from_checkpoint",): "no key: --resume RUN",
+    ("accelerator",): "train.device",
+    ("devices", "num_nodes"): "no key: the product of the plan's degrees",
+    ("bf16", "fp16"): "plan.precision",
+}  # fmt: skip
+
+
+def key_of(word: str) -> str | None:
+    """Returns the key of a configuration that another tool's word stands for, maybe with a remark; None for others."""
+    ours = _of(KEY_OF, word)
+    plan = None if ours else _of(OURS_OF, word)
+    return ours or (f"plan.{plan}" if plan and "=" in plan else plan)
+
+
 def ours_of(word: str, value: str = "") -> str | None:
     """Returns how a plan says another tool's `word`, or `word=value`; None for a word that is not known."""
-    ours = _ours(word)
+    ours = _of(OURS_OF, word)
     if ours is None or not value:
         return ours
     if word.lower().endswith("stage") and value.isdecimal():
         value = f"zero_{value}"
     elif value.isdecimal() and ours.count("N") == 1 and "M" not in ours:
         return ours.replace("=N", f"={value}")
-    return _ours(value) or ours
+    return _of(OURS_OF, value) or ours
 
 
-def _ours(word: str) -> str | None:
+def _of(table: dict[tuple[str, ...], str], word: str) -> str | None:
     plain = word.strip().lower().removeprefix("--").replace("-", "_").replace(" ", "_")
-    return next((ours for words, ours in OURS_OF.items() if plain in words), None)
+    return next((ours for words, ours in table.items() if plain in words), None)

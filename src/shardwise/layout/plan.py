@@ -6,14 +6,17 @@ same keys. World size = dp_replicate * dp_shard * tp * pp * cp * cp_ulysses * pr
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import InputError, did_you_mean
+from shardwise.errors import InputError, at_home, did_you_mean, no_keyboard
 from shardwise.layout import keys
 from shardwise.layout.keys import key, keys_with
 from shardwise.layout.offload import canonical
@@ -205,15 +208,21 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     @classmethod
-    def parse(cls, text: str | Plan) -> Plan:
-        """Returns the plan in `"dp_shard=2,zero=3"`, in a path ending in `.toml`, or "" / "single" for one process."""
+    def parse(cls, text: str | Plan | Mapping[str, Any]) -> Plan:
+        """Returns the plan in `"dp_shard=2,zero=3"`, in a path ending in `.toml`, or "" / "single" for one process.
+
+        A mapping of keys and values, or its text, is one too.
+        """
+        text = mapping_in(text)
         if isinstance(text, Plan):
             return text
+        if isinstance(text, Mapping):
+            return cls.from_dict(dict(text))
         if not isinstance(text, str):
             raise InputError(f"plan: expected text such as 'dp_shard=2,zero=3', got {type(text).__name__}: {text!r}")
         text = text.strip()
         if text.endswith(".toml"):
-            return cls.from_toml(Path(text))
+            return cls.from_toml(Path(at_home(text)))
         if text in ("", "single"):
             return cls()
         if (missing := missing_comma(text)) is not None:
@@ -305,6 +314,20 @@ CHOICES = keys_with(Plan, "choices")
 FLAGS = tuple(row.name for row in fields(Plan) if isinstance(row.default, bool))
 
 
+def mapping_in(value: Any) -> Any:
+    """Returns the mapping that a text in braces is, as Python or JSON writes it; another value as it is."""
+    if not (isinstance(value, str) and value.strip().startswith("{")):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(value.strip())
+        except (ValueError, SyntaxError):
+            continue
+        if isinstance(found, dict) and all(isinstance(key, str) for key in found):
+            return found
+    return value
+
+
 def missing_comma(text: str) -> str | None:
     """Returns the message on keys separated by a space or a semicolon; None where none are."""
     between = r"(?<=[^,;\s])\s*[;\s]\s*(?=\w+\s*=)"
@@ -352,7 +375,13 @@ def no_pair(part: str, text: str) -> str:
     # "tp4" or "tp_4"
     names, number = [field.name for field in fields(Plan)], re.fullmatch(r"([a-z_]+?)_?(\d+)", part)
     advice = ""
-    if part == "single":
+    if (sign := no_keyboard(text)) and "=" not in part:
+        advice = sign
+    elif part.endswith((".json", ".yaml", ".yml")):
+        advice = f"; a plan's file is TOML; one of DeepSpeed or Accelerate: shardwise plan --from {part}"
+    elif part.isdecimal():
+        advice = f"; of {part} ranks: dp_replicate={part} (replicas) or dp_shard={part},zero=3 (weights sharded)"
+    elif part == "single":
         advice = "; single stands alone: leave it out"
     elif part == "auto":
         advice = "; `shardwise plan TASK --cluster ...` proposes plans"

@@ -19,6 +19,7 @@ One process makes it: the one that launches the ranks, or rank 0 under a launche
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import platform
 import shutil
@@ -64,10 +65,11 @@ def _try_writing(folder: Path) -> None:
     except OSError as error:
         free = shutil.disk_usage(folder).free
         shutil.rmtree(folder, ignore_errors=True)
-        raise InputError(
-            f"train.out: {folder.parent} takes no files: {error.strerror} ({free / 2**20:,.1f} MiB free there). Make "
-            "room, or give another folder with --set train.out=FOLDER"
-        ) from None
+        remedy = "Make room, or give another folder with --set train.out=FOLDER"
+        room = f"{error.strerror} ({free / 2**20:,.1f} MiB free there)"
+        if error.errno == errno.EFBIG:
+            remedy = "Raise how large a file may be (ulimit -f unlimited)"
+        raise InputError(f"train.out: {folder.parent} takes no files: {room}. {remedy}") from None
 
 
 def write_inputs(folder: Path, effective: Effective, device: str) -> None:

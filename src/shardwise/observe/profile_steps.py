@@ -13,7 +13,7 @@ def read_steps(text: str | None, steps: int) -> range:
     if text is None:
         return range(0)
     profiled = _range(text, "train.profile_steps")
-    if not profiled or profiled.stop > steps:
+    if profiled.stop > steps:
         raise InputError(f"train.profile_steps: {text} is no part of the run's {steps} steps (0:{steps})")
     return profiled
 
@@ -21,7 +21,7 @@ def read_steps(text: str | None, steps: int) -> range:
 def read_steps_of_script(text: str) -> range:
     """Returns the steps of "10:12" of a script, whose first one cannot be profiled. Raises `InputError`."""
     profiled = _range(text, "--profile-steps")
-    if not profiled or profiled.start < 1:
+    if profiled.start < 1:
         raise InputError(
             f"--profile-steps: {text}: give the first step and the one before which to end, as 10:12; step 0 of a "
             "script, in which the plan is made, is no step like the others"
@@ -34,6 +34,9 @@ def _range(text: str, option: str) -> range:
     if not (first.isdecimal() and last.isdecimal()):
         raise InputError(f"{option}: {text!r} is no range of steps: give it as 10:12, which is steps 10 and 11")
     profiled = range(int(first), int(last))
+    if not profiled:
+        meant = f"{last}:{first}" if int(first) > int(last) else f"{first}:{int(last) + 1}"
+        raise InputError(f"{option}: {text} ends before it begins, for its end is not part of it: {meant}")
     if len(profiled) > LONGEST:
         raise InputError(f"{option}: {text} is {len(profiled)} steps; at most {LONGEST} fit into a trace")
     return profiled

@@ -30,6 +30,10 @@ PRELOAD = [
     "shardwise.ranks.worker",
 ]
 START_LIMIT_S = 120.0
+SMALLER = (
+    "start a large plan on its own hosts (torchrun, srun, mpirun), prove it in small with `verify --shrink`, or take a "
+    "smaller plan here"
+)
 LEAST_RANK_BYTES = 32 * 2**20  # of its own, beside what all share: a process group, and tensors of no size
 OWN_FILES, FILES_OF_A_RANK = 32, 5  # that the process which starts ranks has open; counted: 9, and 5 for each rank
 STARTED_BY_IMPORT = 96  # exit code of a rank whose import of the script started ranks
@@ -166,14 +170,13 @@ def _start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def refuse_beyond_memory(ranks: int) -> None:
-    """Raises `InputError` before more ranks are started than this machine could hold with nothing in them."""
+def refuse_beyond_memory(ranks: int, what: str = "ranks", remedy: str = SMALLER) -> None:
+    """Raises `InputError` before more ranks (or `what`) are started than this machine holds with nothing in them."""
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if ranks * LEAST_RANK_BYTES > here:
         raise InputError(
-            f"{ranks} ranks are more than this machine holds: {here / 2**30:.0f} GiB of memory are enough for "
-            f"{here // LEAST_RANK_BYTES} with nothing in them. Start a large plan on its own hosts (torchrun, srun, "
-            "mpirun), prove it in small with `verify --shrink`, or take a smaller plan here"
+            f"{ranks} {what} are more than this machine holds: {here / 2**30:.0f} GiB of memory are enough for "
+            f"{here // LEAST_RANK_BYTES} with nothing in them: {remedy}"
         )
 
 

@@ -23,6 +23,7 @@ from shardwise.errors import InputError, ShardwiseError
 from shardwise.guard import points
 from shardwise.guard.records import RankRecord
 from shardwise.guard.stacks import answer_with_stacks
+from shardwise.progress import unbroken_stderr
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.fresh import reset_process
 from shardwise.ranks.pool_messages import IDLE, OWN, READY, Failure, RankCall, Report, dumps
@@ -71,6 +72,7 @@ def _settle(stacks: int, output: int, errors: int) -> None:
     answer_with_stacks(stacks)
     os.dup2(output, 1)
     os.dup2(errors, 2)
+    unbroken_stderr()
     multiprocessing.set_start_method(None, force=True)  # a job's own processes (a loader's workers) begin as elsewhere
     threading.Thread(target=_end_with_caller, name="end-with-caller", daemon=True).start()
     # what the fork server imported is never garbage: later collections need not walk it

@@ -22,7 +22,7 @@ def chrome(forecast: Forecast, title: str) -> str:
         {"ph": "X", "pid": 0, "tid": place[lane], "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6}
         for lane, name, start, end in forecast.laid_out
     ]
-    return json.dumps({"traceEvents": events, "otherData": {"title": title}})
+    return json.dumps({"traceEvents": events, "otherData": {"title": title, "made": "written by shardwise"}})
 
 
 def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -129,6 +129,10 @@ def _matches(path: str, pattern: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]*"), path) is not None
 
 
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
 def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
     """Returns the blocks that the user named: class names, or module paths in which `*` matches one name.
 
@@ -147,7 +151,9 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
             )
             if type(module).__name__ == pattern:
                 raise InputError(_whole_model(module, pattern))
-            raise InputError(f"wrap: nothing in the module matches '{pattern}'{did_you_mean(pattern, names)}")
+            found = find_blocks(module).paths
+            near = did_you_mean(pattern, names) or (f"; its blocks are {_few(found)}" if found else "")
+            raise InputError(f"wrap: nothing in the module matches '{pattern}'{near}")
         paths += [path for path in hits if path not in paths]
     # in the order of modules, whatever order the patterns are given in
     order = [path for path, _ in module.named_modules()]

@@ -7,6 +7,7 @@ are refused, as `config` refuses those that no task would.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardwise.layout.dealing import enough_samples, micro_batches
 from shardwise.look.samples import check_data
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
+from shardwise.ranks.process import refuse_beyond_memory
 from shardwise.task import Task, default_optimizer
 from shardwise.task_names import call_task, resolve_task, where
 from shardwise.trace.deferred import LEAVE_OUT, of_a_device
@@ -27,6 +29,7 @@ from shardwise.training.optimizer_section import make_optimizer, scaled
 
 STEPS = 100
 BATCH_SAMPLES = 32
+MOST_NAME = 100  # letters of a run's name, as of train.name
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
     task = with_lora(plain, effective.config.lora)
     _check_device(effective.config.train.device)
     _check_options(effective, task)
+    refuse_beyond_memory(effective.config.train.workers, "workers of each rank (train.workers)", "give fewer")
     check_sinks(list(effective.config.train.sinks))
     asked = _batch_samples(effective, task)
     # a batch larger than the data would take samples twice in one step
@@ -109,13 +113,18 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
     return Job(
         effective=effective,
         task=plain if keep else passed,
-        name=effective.config.train.name or task.name,
+        name=effective.config.train.name or _as_name(task.name),
         steps=steps,
         batch_samples=batch,
         tokens_per_sample=tokens,
         lr=_lr(effective, batch),
         lr_factor=_lr_factor(effective, batch) if effective.own_optimizer else 1.0,
     )
+
+
+def _as_name(name: str) -> str:
+    """Returns a task's name as part of a folder's: signs that train.name may not have become `-`."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:MOST_NAME] or "task"
 
 
 def _check_device(device: str) -> None:

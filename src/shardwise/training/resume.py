@@ -122,7 +122,7 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
             return path, home, []
     if not publish.scan(path) and not (path / "manifest.json").exists():
         why = (
-            "there is no such folder"
+            "there is no such folder" + ("" if "/" in asked else "; auto goes on with this task's last run")
             if not path.exists()
             else "it is a run that wrote no checkpoint (by default every 15 minutes, and then at the end too): begin a "
             f"new run with its weights by --init-from {asked}, and let it save by --checkpoint-every"

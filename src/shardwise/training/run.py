@@ -208,7 +208,10 @@ def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace |
             f"for example to dp_replicate={nproc}"
         )
     if place is not None and place.world_size != plan.world_size:
-        raise InputError(f"{place.named} started {place.world_size} rank(s), but plan {plan} needs {plan.world_size}")
+        raise InputError(
+            f"{place.named} started {place.world_size} rank(s), but plan {plan} needs {plan.world_size}: give "
+            f"a --plan of {place.world_size}, such as dp_replicate={place.world_size}"
+        )
 
 
 def _for_ranks(effective: Effective, ranks: int | None) -> Effective:

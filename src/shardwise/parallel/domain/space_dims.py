@@ -55,7 +55,7 @@ def candidates(
 def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[str, ...]) -> str:
     """Returns a sentence for the user: why no tensor of a batch has dims that may be cut."""
     if spatial is None:
-        return f"no tensor has {tiled} of them behind batch and channel (spatial=Domain(...) names them)"
+        return f"no tensor has {tiled} dim(s) of space behind batch and channel (spatial=Domain(...) names them)"
     leaves = zip(names, tree_flatten(batch)[0], strict=True)
     shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in leaves if isinstance(leaf, torch.Tensor))
     return f"Task.spatial names {spatial.as_text()}, and no tensor of the batch has these behind its samples: {shapes}"

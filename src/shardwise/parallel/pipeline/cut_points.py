@@ -267,7 +267,10 @@ def _named(
     chosen = []
     for name in named:
         if name not in paths:
-            raise InputError(f"plan: stages names '{name}', which is no module{did_you_mean(name, sorted(paths))}")
+            near = (
+                did_you_mean(name, sorted(paths)) or f"; stages may begin at {', '.join(list(by_path)[:6]) or 'none'}"
+            )
+            raise InputError(f"plan: stages names '{name}', which is no module{near}")
         if name not in by_path:
             blocked = next(((c, n) for c, n in others if c.path == name), None)
             why = "it does not begin a part of the forward with parameters before it and after it"

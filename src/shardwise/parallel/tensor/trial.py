@@ -175,7 +175,7 @@ def _said(axes: tuple[Axis, ...]) -> str:
 
 
 def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exception) -> str:
-    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    said = first_line(error) if isinstance(error, RefusedPlan) else f"{type(error).__name__}: {first_line(error)}"
     if summed:
         return f"{_said(summed)}: the module runs whole, but not once its positions are cut: {said}"
     return (
