@@ -80,6 +80,60 @@ def test_the_script_as_it_was_is_the_one_process(pool: RankPool, tmp_path: Path)
     assert parity.verdict == "NOT EQUAL to one process"
 
 
+def test_a_change_beside_prepare_is_told(pool: RankPool, tmp_path: Path) -> None:
+    """The loss is doubled, which clipping hides in the gradients of the first step."""
+    clip = "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n        optimizer.step()"
+    (tmp_path / "plain.py").write_text(PLAIN.replace("optimizer.step()", clip))
+    wrong = PREPARED.replace("optimizer.step()", clip).replace("backward(loss)", "backward(2 * loss)")
+    parity = prove(pool, tmp_path, wrong, against=tmp_path / "plain.py")
+    assert parity.cause is not None and parity.cause.name == "changed", parity.text()
+    assert "in one process already" in parity.cause.text and "plain.py" in parity.cause.text
+
+
+TWO = """
+import torch, shardwise
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(32, 6)), batch_size=8, shuffle=True)
+one, two = nn.Linear(6, 3), nn.Linear(3, 6)
+first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+of_one = one, first, loader = shardwise.prepare(one, first, loader, plan="dp_replicate=2")
+of_two = two, second, loader = shardwise.prepare(two, second, loader, plan="dp_replicate=2")
+for epoch in range(2):
+    for (x,) in loader:
+        first.zero_grad(), second.zero_grad()
+        z = one(x)
+        of_one.backward(z.square().mean())
+        first.step()
+        of_two.backward((two(z.detach()) - x).square().mean(), summed=True)
+        second.step()
+"""
+
+
+def test_a_mean_given_as_a_sum_is_named_where_two_models_share_a_loader(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, TWO)
+    assert parity.cause is not None and parity.cause.name == "mean_as_sum", parity.text()
+    assert prove(pool, tmp_path, TWO.replace(", summed=True", "")).parity
+
+
+HELD_OUT = """
+held_out = prepared.split(DataLoader(TensorDataset(torch.randn(8, 5)), batch_size=4))
+for epoch in range(3):
+    model.eval()
+    with torch.no_grad():
+        mean = sum(float(model(x).sum()) for (x,) in held_out)
+    model.train()
+"""
+
+
+def test_an_evaluation_that_adds_nothing_up_is_told(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED.replace("\nfor epoch in range(3):\n", HELD_OUT)
+    assert any("adds nothing up over ranks" in note for note in prove(pool, tmp_path, text).notes)
+    right = text.replace("for (x,) in held_out)", "for (x,) in held_out)\n    (mean,) = prepared.sum(mean)")
+    assert not any("adds nothing up" in note for note in prove(pool, tmp_path, right).notes)
+
+
 def test_gradients_that_are_never_taken_away_are_named(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PLAIN)
     parity = prove(pool, tmp_path, PREPARED.replace("optimizer.zero_grad()", "pass"), against=tmp_path / "plain.py")

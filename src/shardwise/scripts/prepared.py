@@ -225,7 +225,8 @@ class Prepared(Stepping):
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         open_doors(self)
         self.side = side_of(self, loader, recorder())
-        self.loader.recorder = recorder() if leader is None else None
+        if leader is None:  # else the first model's loader, which tells of batches already
+            self.loader.recorder = recorder()
         if waits_for_call(plan):
             wait_for_call(model, self._spread)
         else:

@@ -180,7 +180,7 @@ def _whole_model(module: nn.Module, name: str) -> str:
 def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
     if not paths:
         parts = _parts(module, "")
-        named = f": name units with {_spelt(module, parts)}" if parts else ""
+        named = f": name units in the plan, with {_spelt(module, parts)}" if parts else ""
         return [f"no repeated blocks were found, so the whole module is gathered at once{named}"]
     sizes = {path: _elements(module.get_submodule(path)) for path in paths}
     warnings = []

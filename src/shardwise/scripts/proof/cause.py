@@ -37,6 +37,8 @@ NO_SCOPE = (
 # what each cause is, and what to do; {} are the facts
 CAUSES = {
     "not_deterministic": "the script does not equal itself in one process: {}. Seed what draws, and leave out clocks",
+    "changed": "the changed script differs from {} in one process already: {}. Beside the lines of prepare something "
+    "else was changed, or the loss is divided otherwise",
     "weights_at_start": "weights differ before the first step: {}",
     "batch_norm_buffers": "gradients and weights are equal, buffers differ ({}): statistics of a rank's own samples",
     "other_samples": "ranks train on other samples than one process, from step {} on: the sum of all numbers in the "
@@ -52,6 +54,7 @@ CAUSES = {
     "rank_differs": "rank {} has other values than rank 0 ({}): something is done on some ranks alone",
     "sum_not_divided": "the loss is a sum over samples that nothing divides, and backward took it for a mean: "
     "prepared.backward(loss, summed=True), or with the number it is to be divided by, prepared.backward(loss, n)",
+    "mean_as_sum": "the loss is a mean, and summed=True says that nothing divides it: leave summed out",
     "weight_of_mean": "the loss is a mean already, and the weight beside it is what a sum is divided by: {}. Give "
     "prepared.backward(loss, mean_over=n), or the sum, prepared.backward(loss * n, n)",
     "mean_over": "ranks' losses are means over numbers out of proportion to what backward was told: one process weighs "
@@ -79,6 +82,8 @@ CAUSES = {
     "the script or a hook changes gradients on the way, by numbers of a rank's own",
 }
 
+OF_THE_CHANGE = ("not_deterministic", "gradients_kept")  # what a changed script may be told in its place
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -93,6 +98,8 @@ class Difference:
     """What was recorded, and what differs.
 
     control     one process against itself
+    before      the script as it was before it was changed, where that is the one process; changed: it against itself,
+                changed, in one process too
     apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
     cures       runs the ranks with a loss_scope, and tells whether that is equal to one process
     """
@@ -104,11 +111,21 @@ class Difference:
     control: Parity
     apart: Callable[[], list[ScriptRecord] | None] = field(default=lambda: None)
     cures: Callable[[str], bool] = field(default=lambda scope: False)
+    before: str = ""
+    changed: Parity | None = None
     foreign: bool = False  # the script sets up its ranks by itself
 
 
 def cause_of(sides: Difference) -> Cause | None:
     """Returns the likely cause, None where nothing fits."""
+    likely = _of_records(sides)
+    if sides.changed is None or sides.changed.equal or (likely is not None and likely.name in OF_THE_CHANGE):
+        return likely
+    return _cause("changed", sides.before, _first_of(sides.changed))
+
+
+def _of_records(sides: Difference) -> Cause | None:
+    """The cause by what was recorded, whatever the script was before."""
     single, many, parity = sides.single, sides.ranks[0], sides.parity
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
@@ -204,9 +221,13 @@ def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Differen
         return _not_a_sum(sides, first_step(sides), 1.0)
     if form == "mean" and abs(factor * size - 1) < NEAR and size > 1:
         return _cause("sum_not_divided")
+    if form == "sum" and abs(factor - size) < NEAR and size > 1:
+        return _cause("mean_as_sum")
     if form == "weight" and abs(factor - size) < 0.25 * size and size > 1:
         return _cause("weight_of_mean", f"every gradient is {factor:.3g} times that of one process")
-    if "loss" not in kinds and abs(factor - 1) > NEAR:
+    if abs(factor - 1) <= NEAR:
+        return None
+    if "loss" not in kinds:
         return _cause("clip", f"{factor:.6g}")
     return _cause("constant", f"{factor:.6g}")
 

@@ -27,7 +27,7 @@ from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.entries import as_given, as_one
-from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, shortened
+from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, shortened
 from shardwise.scripts.reading import samples_of
 
 
@@ -153,15 +153,19 @@ class Plain:
 
     def sum(self, *values: Any) -> list[Any]:
         """What it is given: numbers as floats, tensors with dims without gradient."""
+        self._recorder.met(SUMMED)
         numbers = (value.detach() if isinstance(value, torch.Tensor) else value for value in values)
         return [float(n) if not isinstance(n, torch.Tensor) or not n.dim() else n for n in numbers]
 
     def gather(self, tensor: torch.Tensor, loader: Any = None) -> torch.Tensor:
         """What it is given, without gradient."""
+        self._recorder.met(SUMMED)
         return tensor.detach()
 
     def split(self, loader: Any, *, trains: bool = False) -> PlainLoader:
         """The loader."""
+        if not trains:
+            self._recorder.met(BESIDE)
         return PlainLoader(loader, self._recorder if trains else None, None)
 
     def deal(self, *batch: Any) -> Any:

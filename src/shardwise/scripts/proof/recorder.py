@@ -33,6 +33,7 @@ from shardwise.proof.record import Tensors, kept_state
 from shardwise.scripts.reading import standing
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
+BESIDE, SUMMED = "a loader beside the main one", "a sum over ranks"  # of what a script met
 SECONDS = 10.0  # between two lines of a slow script's progress
 
 

@@ -31,7 +31,7 @@ from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof import receipts
 from shardwise.scripts.proof.cause import Difference, cause_of
 from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
-from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
+from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
@@ -129,6 +129,7 @@ def verify_script(
     asked, first = _one_process(runs, asked, one, parity)
     chosen = _plan_of(plan, first, asked)
     reference = _as_reference(asked, against, one)
+    own = first
     if against is not None:
         say(f"verify: {reference.path} in one process")
         first = runs.alone(reference)
@@ -159,10 +160,17 @@ def verify_script(
         if without_losses:
             _leave_losses(again, first, control)
         judge(control, first, again, [again], foreign=False)
+        changed = None if against is None else Parity("single", 1, bars=dict(FLOAT64_BARS))
+        if changed is not None:
+            if without_losses:
+                _leave_losses(first, own, changed)
+            judge(changed, first, own, [own], foreign=False, starts=False)
         layout = chosen or Plan(dp_replicate=world)
         apart = _apart(runs, asked, layout)
         cures = _cures(runs, asked, layout, first)
-        parity.cause = cause_of(Difference(first, records, parity, layout, control, apart, cures, asked.foreign))
+        parity.cause = cause_of(
+            Difference(first, records, parity, layout, control, apart, cures, str(against), changed, asked.foreign)
+        )
     if chosen is not None:
         receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
     return parity
@@ -223,6 +231,11 @@ def judge(parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[
     unmet = [words for what, words in MEETS.items() if what not in single.met]
     if unmet and not foreign:
         parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
+    if {"an evaluation", BESIDE} <= single.met and SUMMED not in single.met:
+        parity.notes.append(
+            "scope: the script evaluates on a loader of prepared.split and adds nothing up over ranks: what it prints "
+            "and decides by is of a rank's own samples (prepared.sum, prepared.gather)"
+        )
     parity.notes = list(dict.fromkeys(parity.notes))
     if single.raised_eps or many.raised_eps:
         parity.notes.append(f"an optimizer's eps below {LEAST_EPS:g} is {LEAST_EPS:g} on both sides")
