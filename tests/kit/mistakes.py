@@ -718,7 +718,7 @@ IN_TASKS = [
     (["train", "mine:a_path"], 2, "it is a path; give an object that reads it by index"),
     (["train", "mine:no_held_out"], 2, "look at the folder, pattern or filter that it reads by, or leave it out"),
     (["train", "mine:other_fields", "--steps", "2"], 2, "batch['target'] was absent, now float32 (B, 1)"),
-    (["verify", "mine:other_fields", "--plan", "dp_replicate=2"], 2, "batch['y'] was float64 (B, 1), now absent"),
+    (["verify", "mine:other_fields", "--plan", "dp_replicate=2"], 2, "batch['y'] was float32 (B, 1), now absent"),
     (["train", "mine:other_width", "--steps", "2"], 2, "batch['x'] was float32 (B, 8), now float32 (B, 7)"),
     (["train", "mine:no_second", "--steps", "2"], 2, "the task's batch(1) failed: "),
     (["plan", "mine:numpy_batch", *ONE], 2, "give torch.from_numpy(batch['x']) where the batch is made"),

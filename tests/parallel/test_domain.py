@@ -81,7 +81,7 @@ def elsewhere() -> Task:
     ("task", "plan", "reason"),
     [
         ("domain_tasks:levels", "domain=1x2", "fields of 11 x 13 cannot be cut: aten._unique2"),
-        ("domain_tasks:flattened", "domain=2x2", "no tensor has 2 of them behind batch and channel"),
+        ("domain_tasks:flattened", "domain=2x2", "no tensor has 2 dim(s) of space behind batch and channel"),
         ("domain_tasks:channels_last", "domain=1x2x2", "Task.spatial names 2: lat"),
         ("test_domain:elsewhere", "domain=2", "names row (4), col (5), and no tensor of the batch has these"),
         ("domain_tasks:forces_apart", "domain=2,pp=2", "takes itself (torch.autograd.grad) of what other pipeline"),

@@ -54,8 +54,8 @@ def test_what_is_given_beside_the_loader_is_told() -> None:
     optimizer = adamw(model)
     with pytest.raises(InputError, match="a StepLR too: leave it out: a scheduler goes on with its optimizer"):
         shardwise.prepare(model, optimizer, [], torch.optim.lr_scheduler.StepLR(optimizer, 1))
-    with pytest.raises(InputError, match="expected text such as 'dp_shard=2,zero=3', got dict"):
-        shardwise.prepare(model, optimizer, [], plan={"world_size": 2})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expected text such as 'dp_shard=2,zero=3', got int"):
+        shardwise.prepare(model, optimizer, [], plan=2)  # type: ignore[arg-type]
     with pytest.raises(
         InputError, match=r"it is of what prepare returns.*; prepared.backward \[test_prepare_refused.py"
     ):
