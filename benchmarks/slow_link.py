@@ -3,7 +3,7 @@
 python benchmarks/slow_link.py [100mbit]      needs root: two network namespaces of two CPU ranks each, and `tc`
 
 Bytes are what a host's interface sent in the later steps of a run, without headers. The forecast knows the link's rate
-alone, which two ranks share; nothing else is measured beforehand.
+alone, less headers, which two ranks share; nothing else is measured beforehand.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def shaped(rate: str) -> Cluster:
     """Two hosts of two CPU ranks that share a link of so many megabits a second."""
     base = Cluster.parse("2x2 l40s, eth-10")
     device = replace(base.device, kind="cpu", table="", fp32_tflops=Figure(0.03, "assumed", "a busy core"))
-    link = Figure(float(rate.removesuffix("mbit")) / 8e3 / 2, "assumed", f"{rate} of two ranks")
+    payload = 1 - HEADERS / 1514  # of an Ethernet frame
+    link = Figure(float(rate.removesuffix("mbit")) / 8e3 / 2 * payload, "assumed", f"{rate} of two ranks")
     near = Figure(1.0, "assumed", "shared memory")
     return replace(base, device=device, tiers=(replace(base.tiers[0], gbps=near), replace(base.tiers[1], gbps=link)))
 
