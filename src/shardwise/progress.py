@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 Say = Callable[[str], None]
+LOG_S = 10.0  # after which a log is told of work that goes on, and after twice as long again
 EVERY_S = 2.0  # between plain lines of one process: a log is read later
 _last_plain = [-EVERY_S]
 
@@ -86,25 +87,28 @@ def telling(wanted: bool) -> Iterator[Say]:
 
 @contextmanager
 def timing(wanted: bool) -> Iterator[Say]:
-    """Context: as `telling`, and a terminal's line counts the seconds of the part that goes on.
+    """Context: as `telling`, and the seconds of the part that goes on are counted: by a terminal's line each second,
+    in a log after 10, 20, 40 seconds and so on.
 
     For work that this process waits for; what ranks say themselves would be written over.
     """
     with telling(wanted) as say:
-        if say is not line:
+        if say is silent:
             yield say
             return
-        state: list = ["", 0.0]
+        state: list = ["", 0.0, 0.0]  # the part, when it began, seconds until it is told of next
         over = threading.Event()
 
         def tick() -> None:
             while not over.wait(1.0):
-                if state[0]:
-                    line(f"{state[0]} ... {time.monotonic() - state[1]:.0f} s")
+                passed = time.monotonic() - state[1]
+                if state[0] and passed >= state[2]:
+                    state[2] = 2 * state[2]
+                    say(f"{state[0]} ... {passed:.0f} s")
 
         def begin(text: str) -> None:
-            state[:] = [text, time.monotonic()]
-            line(text)
+            state[:] = [text, time.monotonic(), 0.0 if say is line else LOG_S]
+            say(text)
 
         clock = threading.Thread(target=tick, daemon=True)
         clock.start()

@@ -14,8 +14,6 @@ What this does not do: record in a thread of the script's own.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -34,7 +31,6 @@ from shardwise.scripts.reading import standing
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
 BESIDE, SUMMED = "a loader beside the main one", "a sum over ranks"  # of what a script met
-SECONDS = 10.0  # between two lines of a slow script's progress
 
 
 class Enough(BaseException):
@@ -92,7 +88,6 @@ class ScriptJob:
     nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
     foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
     folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
-    tells       how far a slow script is, on the terminal
     """
 
     path: str
@@ -110,7 +105,6 @@ class ScriptJob:
     folder: str = "."
     stands_in: bool = True
     scratch: str | None = None
-    tells: bool = False
 
 
 class ScriptRecorder:
@@ -125,7 +119,6 @@ class ScriptRecorder:
         self._since = StepRecord(0)  # samples of the batches since the last step of any
         self._ended_epochs = 0
         self._stood: Any = None  # the generators, when the batch at hand came
-        self._said = time.monotonic()
 
     # --- what is told of models
 
@@ -195,18 +188,6 @@ class ScriptRecorder:
             step.states |= {key: sketch(value) for key, value in kept_state(name, state).items()}
         step.settings = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
         self._counts[model] += 1
-        self._tell_progress(model)
-
-    def _tell_progress(self, model: int) -> None:
-        """Say how far a slow script is, by rank 0."""
-        if (
-            self.job.tells
-            and time.monotonic() - self._said > SECONDS
-            and not (dist.is_initialized() and dist.get_rank())
-        ):
-            self._said = time.monotonic()
-            of = f" of {self.job.limit}" if self.job.limit is not None else ""
-            print(f"verify: step {self._counts[model]}{of}", file=sys.__stderr__, flush=True)
 
     # --- what is told of batches
 

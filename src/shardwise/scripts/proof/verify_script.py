@@ -118,7 +118,7 @@ def verify_script(
 
     Raises `InputError` for a script that fails in one process too, or in which nothing was trained.
     """
-    asked = replace(_asked(path, arguments, plan, steps, epochs, nproc, cwd), tells=say is not silent)
+    asked = _asked(path, arguments, plan, steps, epochs, nproc, cwd)
     if against is not None:
         asked = replace(asked, shorten=None)
         if not Path(against).is_file():

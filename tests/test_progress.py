@@ -1,0 +1,25 @@
+"""What a command says while it works."""
+
+from __future__ import annotations
+
+import time
+
+from shardwise import progress
+
+
+def test_a_log_is_told_of_work_that_goes_on(capfd, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "LOG_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    said, until = "", time.monotonic() + 60
+    with progress.timing(True) as say:
+        say("a long part")
+        while "..." not in said and time.monotonic() < until:
+            time.sleep(0.1)
+            said += capfd.readouterr().err
+    assert said.startswith("a long part\na long part ... ")
+
+
+def test_nothing_is_said_where_it_is_not_wanted(capfd) -> None:
+    with progress.timing(False) as say:
+        say("a part")
+    assert capfd.readouterr().err == ""
