@@ -98,7 +98,8 @@ class Difference:
     """What was recorded, and what differs.
 
     control     one process against itself
-    before      the script as it was, where that is the one process; changed: one process of the changed script against it
+    before      the script as it was, where that is the one process
+    changed     one process of the changed script against it
     apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
     cures       runs the ranks with a loss_scope, and tells whether that is equal to one process
     """
