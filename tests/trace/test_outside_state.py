@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.trace.module_state import ModuleState
-from shardwise.trace.outside_state import DEEP, MOST
+from shardwise.trace.outside_state import DEEP, MOST, _names
 
 
 class Rows:
@@ -62,3 +63,14 @@ def test_what_is_data_and_what_lies_behind_many_objects_is_left_as_it_is() -> No
     state.restore()
     assert len(logger.inside) == 3 * DEEP  # among the first objects
     assert len(logger.inside[-1]) == 2 and logger.data.all()
+
+
+def test_names_are_those_of_the_disassembly_however_many_there_are() -> None:
+    """More than 256 names need arguments of two bytes, whose higher one comes before."""
+    lines = ["def many(thing):", " global " + ", ".join(f"g{at}" for at in range(400))]
+    lines += [f" g{at} = thing.read{at}; thing.kept{at} = 1" for at in range(400)] + [" del thing.gone"]
+    code = compile("\n".join(lines), "made", "exec").co_consts[0]
+    used, assigned = _names(code)
+    told = {op.argval for op in dis.get_instructions(code) if op.opname.startswith(("STORE_", "DELETE_"))}
+    assert assigned == told and len(told) == 801 and "gone" in told
+    assert {"read399", "kept399"} <= used and "read0" not in assigned

@@ -156,23 +156,24 @@ def verify_script(
     if not parity.equal:
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
-        control = Parity("single", 1, bars=dict(FLOAT64_BARS))
         if without_losses:
-            _leave_losses(again, first, control)
-        judge(control, first, again, [again], foreign=False)
-        changed = None if against is None else Parity("single", 1, bars=dict(FLOAT64_BARS))
-        if changed is not None:
-            if without_losses:
-                _leave_losses(first, own, changed)
-            judge(changed, first, own, [own], foreign=False, starts=False)
+            _leave_losses(again, first, Parity("", 0))
+            _leave_losses(own, first, Parity("", 0))
+        control, changed = _against(first, again), None if against is None else _against(first, own, starts=False)
         layout = chosen or Plan(dp_replicate=world)
-        apart = _apart(runs, asked, layout)
-        cures = _cures(runs, asked, layout, first)
+        apart, cures = _apart(runs, asked, layout), _cures(runs, asked, layout, first)
         parity.cause = cause_of(
             Difference(first, records, parity, layout, control, apart, cures, str(against), changed, asked.foreign)
         )
     if chosen is not None:
         receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
+    return parity
+
+
+def _against(first: ScriptRecord, other: ScriptRecord, *, starts: bool = True) -> Parity:
+    """Returns how one process compares with the first. `starts`: by its weights before the first step too."""
+    parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
+    judge(parity, first, other, [other], foreign=False, starts=starts)
     return parity
 
 
