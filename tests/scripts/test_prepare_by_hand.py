@@ -380,6 +380,8 @@ def mistaken(plan: str, case: str) -> None:
                 optimizer.load_state_dict(optimizer.state_dict())
         if case == "state" and step == 4:
             optimizer.state[model.head.weight]["exp_avg"].zero_()
+        if case == "all state" and step == 4:
+            [state["exp_avg"].norm() for state in optimizer.state.values()]
         if case == "group's std":
             sum(param.data.std() for group in optimizer.param_groups for param in group["params"])
         optimizer.step()
@@ -428,6 +430,8 @@ REFUSED: list[tuple] = [
     (mistaken, "dp_shard=2,zero=3", "state loaded", InputError, r"state_dict\(\) within prepared.whole.*line \d+"),
     (mistaken, "tp=2", "penalty", InputError, r"is differentiated.*before or after the with block.*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "forward", InputError, r"called within prepared.whole\(\).*line \d+: model"),
+    (mistaken, "dp_shard=2,zero=3", "all state", RefusedPlan,
+     r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
     (mistaken, "dp_shard=2,zero=2", "state", RefusedPlan,
      r"optimizer.state holds.*prepared.whole\(state=True\).*line \d+"),
     (mistaken, "dp_shard=2,zero=3", "gradient", RefusedPlan,

@@ -252,20 +252,40 @@ class OptimizerGuard:
 
 
 class StateOfPieces(defaultdict[Any, Any]):
-    """An optimizer's state by pieces, as torch keeps it; the script's own question for a whole weight's raises."""
+    """An optimizer's state by pieces, as torch keeps it; the script's own question for a whole weight's, or for all
+    that there is, raises."""
 
     def __init__(self, gate: Gate, state: Mapping[Any, Any]) -> None:
         super().__init__(dict, state)
         self._gate = gate
 
-    @names_line
     def __missing__(self, key: Any) -> Any:
-        if self._gate.is_open:
-            return super().__missing__(key)
-        raise RefusedPlan(
-            "optimizer.state holds this rank's pieces of the state: read and write it in "
-            "`with prepared.whole(state=True):`; optimizer.state_dict() gives all of it"
-        )
+        self._refuse_outside()
+        return super().__missing__(key)
+
+    def __iter__(self) -> Any:
+        self._refuse_outside()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._refuse_outside()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._refuse_outside()
+        return super().values()
+
+    def items(self) -> Any:
+        self._refuse_outside()
+        return super().items()
+
+    @names_line
+    def _refuse_outside(self) -> None:
+        if not self._gate.is_open:
+            raise RefusedPlan(
+                "optimizer.state holds this rank's pieces of the state: read and write it in "
+                "`with prepared.whole(state=True):`; optimizer.state_dict() gives all of it"
+            )
 
 
 class OfPieces(torch.autograd.Function):

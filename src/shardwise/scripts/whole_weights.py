@@ -306,7 +306,8 @@ class WholeWeights:
             group["params"] = [seen[name] for name in names]
         self._own_state: Any = optimizer.state
         if self.asked[1]:
-            rest = {key: value for key, value in self._own_state.items() if not isinstance(key, torch.Tensor)}
+            with script._gate.open():
+                rest = {key: value for key, value in self._own_state.items() if not isinstance(key, torch.Tensor)}
             whole = {seen[name]: dict(state) for name, state in states.items() if state}
             optimizer.state = defaultdict(dict, {**whole, **rest})
         for name, standing in self._standing.items():
