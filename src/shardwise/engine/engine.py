@@ -139,7 +139,7 @@ def on_mesh(
             "random numbers that are drawn in the outermost forward are used by several pipeline stages, which would "
             "each draw their own: use randomness='global', where masks depend on their place alone"
         )
-    state.tier = make_tier(state)
+    state.tier = make_tier(state, [state.task.optimizer])
     return Engine(state)
 
 

@@ -17,19 +17,21 @@ from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
 from shardwise.layout.offload import Placement, placements
 from shardwise.step.state import RankState
+from shardwise.step.task_optimizer import OptimizerFn
 from shardwise.tiers import HostMemory, Place, StateFile, StateTiers, Subgroup, Unit, kept_for, places
 from shardwise.tiers import subgroups as rules
 
 
-def make_tier(state: RankState) -> StateTiers | None:
+def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | None:
     """Returns where the optimizer's state lies between steps, as the plan says; None where all it updates is here.
 
+    makes   what makes such an optimizer, by which it is tried; one for each of the settings that its groups have
     Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
     """
     placed = placements(state.plan.offload, "optimizer")
     if not placed and (state.shards is None or state.owners is not None):  # owners update whole tensors, in memory
         return None
-    _refuse(state, placed)
+    _refuse(state, placed, makes)
     with torch.random.fork_rng(devices=[]):
         units = _units(state, kept=bool(placed))
     if placed and not any(unit.size for unit in units):
@@ -59,14 +61,13 @@ def make_tier(state: RankState) -> StateTiers | None:
     )  # fmt: skip
 
 
-def _refuse(state: RankState, placed: Sequence[Placement]) -> None:
+def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[OptimizerFn]) -> None:
     text = f"offload={state.plan.offload}"
     if not places.gains(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
     slots = state.technique.slots
-    alike = not state.needs_closure and same_by_subgroups(
-        state.task.optimizer, [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]
-    )
+    shapes, numbers = [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]
+    alike = not state.needs_closure and all(same_by_subgroups(make, shapes, numbers) for make in makes)
     if not alike:
         raise RefusedPlan(
             f"{text}: the optimizer would step by sub-groups of parameters, and on a trial "
@@ -103,7 +104,7 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
     units: list[Unit] = []
     of_master: dict[int, Unit] = {}
     for number, group in enumerate(state.optimizer.param_groups):
-        for param in group["params"]:
+        for param in (param for param in group["params"] if param.requires_grad):  # a script's group may list others
             kind = (number, param.shape, param.stride(), param.dtype, *sorted(map(str, vars(param).items())))
             if kind not in states_by_kind:
                 states_by_kind[kind] = kept_for(state.optimizer, number, param) if kept and param.numel() else {}

@@ -27,6 +27,7 @@ from shardwise.device import accelerator, on_host
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import Nature, refuse, shares_of
 from shardwise.engine.recipe import trainable
+from shardwise.engine.tiers import make_tier
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.zero_stages import UNSHARDED
@@ -74,7 +75,9 @@ from shardwise.scripts.stepping import Stepping
 from shardwise.scripts.weight_access import Copies, hold
 from shardwise.scripts.whole_optimizer_state import States, holds_pieces, open_doors, put, states_of
 from shardwise.scripts.whole_weights import WholeWeights
+from shardwise.step.state import RankState
 from shardwise.task import Domain
+from shardwise.tiers import StateTiers
 
 _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
 
@@ -268,6 +271,8 @@ class Prepared(Stepping):
                           for name, param in zip(names[0], given, strict=True))  # fmt: skip
                 group["params"] = [piece for each in pieces for piece in each]
             type(optimizer).add_param_group(optimizer, group)
+            if engine is not None:
+                self._place_state(engine.state, engine.state.tier)
         self.built += options_of(engine)[-1:] if engine is not None else []
         self.all_names += names
         self._groups += trained
@@ -275,13 +280,21 @@ class Prepared(Stepping):
 
     def _adopt(self, engine: Engine, before: States) -> None:
         """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
-        plan, optimizer = self.plan, self.optimizer
-        engine.state.owners = optimizers.adopt(
+        plan, optimizer, state = self.plan, self.optimizer, engine.state
+        state.owners = optimizers.adopt(
             optimizer, self._groups, self.all_names, engine, self._shapes, self._nature, whole=not holds_pieces(plan)
         )
-        engine.state.optimizer, engine.state.needs_closure = optimizer, self._nature.needs_closure
+        state.optimizer, state.needs_closure = optimizer, self._nature.needs_closure
+        before_it, state.tier = state.tier, None
         if before and holds_pieces(plan):
-            put(engine.state, optimizer, before)
+            put(state, optimizer, before)
+        self._place_state(state, before_it)
+
+    def _place_state(self, state: RankState, before: StateTiers | None) -> None:
+        """Let what the optimizer keeps of what it updates now lie in its tier; `before`: where it lay until now."""
+        state.tier = make_tier(state, optimizers.makes_of(self.optimizer))
+        if before is not None:
+            before.close()
 
     @names_line
     def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from shardwise.errors import InputError
 from shardwise.parallel.slots import DataParallel
 from shardwise.scripts.script_lines import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
+from shardwise.step.task_optimizer import OptimizerFn
 
 THAWS = (
     "what is trained later is in the plan from the start by prepare(..., thaws=True), or where the script freezes it "
@@ -96,11 +97,16 @@ def nature_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], kinds: Seq
     return max(found, key=lambda nature: nature.needs)
 
 
-def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict]], Optimizer]:
+def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> OptimizerFn:
     def make(groups: list[dict]) -> Optimizer:
         return _made(optimizer, [{**settings, "params": [param for group in groups for param in group["params"]]}])
 
     return make
+
+
+def makes_of(optimizer: Optimizer) -> list[OptimizerFn]:
+    """Returns what makes an optimizer like this one, with the settings of each of its groups."""
+    return [_flat(optimizer, _settings(group)) for group in optimizer.param_groups]
 
 
 def adopt(

@@ -310,6 +310,11 @@ class Stepping(OverRanks):
         if closure is not None and self._shares:
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
+        if closure is not None and engine.state.tier is not None:
+            raise RefusedPlan(
+                "optimizer.step(closure) where the plan has offload, by which it steps over few weights at a time: "
+                "call backward and step() instead, or leave offload out"
+            )
         self.settle()
         self._take_written()
         if closure is not None:
@@ -328,7 +333,8 @@ class Stepping(OverRanks):
                                    "to prepared.backward since zero_grad(), or its error was caught"])  # fmt: skip
             if self.side is not None:
                 self.side.before(self)
-            hooks = hooks_around(self.optimizer) if self._pieces and self._usable else ([], [])
+            aside = self._pieces or engine.state.tier is not None  # which step over a part of the weights
+            hooks = hooks_around(self.optimizer) if aside and self._usable else ([], [])
             if hooks[0]:
                 run_hooks(self.optimizer, hooks[0], lambda: self.whole(grads=True))
                 with self._gate.open():
@@ -337,7 +343,7 @@ class Stepping(OverRanks):
                 with self._gate.open():
                     not_finite(engine.state, self._result)
             self._optimizer_guard.leave()
-            with self._gate.open(), hooks_aside(self.optimizer) if self._pieces else nullcontext():
+            with self._gate.open(), hooks_aside(self.optimizer) if aside else nullcontext():
                 self._first.before()
                 result = update(engine.state, lambda: self._usable_step(inner))
             self._watch_pieces()

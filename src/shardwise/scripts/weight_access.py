@@ -237,6 +237,11 @@ class WeightAccess(ABC):
             if isinstance(technique, FullShard):
                 technique.written = False
 
+    def settle_state(self) -> None:
+        """Let the state that the optimizer was given lie in its tier, where the plan has one."""
+        if self._engine is not None and self._engine.state.tier is not None:
+            self._engine.state.tier.settle_all()
+
     def settle(self) -> None:
         """Raise where another parameter stands in the place of one of the plan's."""
         if self._settles and not self.whole_is_open:  # whose stand-ins are in the places for a while

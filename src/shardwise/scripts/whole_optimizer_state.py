@@ -63,7 +63,8 @@ def open_doors(prepared: Any) -> None:
         prepared.meet_with("optimizer.load_state_dict(...)", dict(state))
         engine = prepared.held_in_pieces
         if engine is None:
-            return kind.load_state_dict(self, dict(state))
+            kind.load_state_dict(self, dict(state))
+            return prepared.settle_state()
         with prepared.plainly():
             return put(engine.state, self, *_named(state, prepared.all_names))
 
@@ -170,6 +171,8 @@ def put(
     for group, loaded in zip(held, optimizer.param_groups, strict=True):
         group.update(loaded)
     optimizer.param_groups = held  # torch makes others, and a wrapper of the script's may hold these
+    if state.tier is not None:
+        state.tier.settle_all()
 
 
 def _piece_of(
