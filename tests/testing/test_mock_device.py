@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_tasks
 import torch
 import torch.distributed as dist
 import torchgen
@@ -476,3 +477,15 @@ def sharing(uuid: str) -> str:
 def test_ranks_that_share_a_device_over_its_own_backend_are_refused(mocks: RankPool) -> None:
     assert all("ranks 0 and 1 have one accelerator" in told for told in mocks.run(sharing, 2, "one"))
     assert mocks.run(sharing, 2, "") == ["", ""]
+
+
+def switched() -> None:
+    """An optimizer with a mode, whose state would lie on the host."""
+    device = mock_device.install()
+    mock_device.join_group()
+    parallelize(run_tasks.averaged(), "dp_shard=2,zero=1,offload=optimizer", device=device)
+
+
+def test_an_optimizer_with_a_mode_keeps_its_state_on_the_device(mocks: RankPool) -> None:
+    with pytest.raises(ShardwiseError, match="Averaging is switched between training and evaluation"):
+        mocks.run(switched, 2)

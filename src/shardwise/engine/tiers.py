@@ -16,6 +16,7 @@ from shardwise.device import on_host
 from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
 from shardwise.layout.offload import Placement, placements
+from shardwise.step.optimizer_modes import has_mode
 from shardwise.step.state import RankState
 from shardwise.step.task_optimizer import OptimizerFn
 from shardwise.tiers import HostMemory, Place, StateFile, StateTiers, Subgroup, Unit, kept_for, places
@@ -65,6 +66,11 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
     text = f"offload={state.plan.offload}"
     if not places.gains(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
+    if has_mode(state.optimizer) and not on_host(state.device):
+        raise RefusedPlan(
+            f"{text}: {type(state.optimizer).__name__} is switched between training and evaluation, which changes "
+            "weights by state that would lie elsewhere: leave optimizer out of offload"
+        )
     slots = state.technique.slots
     shapes, numbers = [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]
     alike = not state.needs_closure and all(same_by_subgroups(make, shapes, numbers) for make in makes)
