@@ -39,7 +39,7 @@ from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress_display import Display
 from shardwise.observe.sinks import open_sinks
 from shardwise.observe.speed import Speed
-from shardwise.progress import sayer
+from shardwise.progress import timing
 from shardwise.step.optimizer_modes import evaluation_weights
 from shardwise.step.result import StepResult
 from shardwise.task import Task
@@ -69,17 +69,16 @@ def run_rank(job: Job) -> dict[str, Any]:
 
 def _run_rank(job: Job) -> dict[str, Any]:
     reach("start")
-    say = sayer(_rank() == 0 and sys.stderr.isatty())
-    say("train: building the task and its data")
-    task = job.build_task()
-    # only rank 0 reports FLOPs, so only it counts them
-    flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
-    say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
     with ExitStack() as stack:
-        if job.proof is not None:  # around the look too: what it runs is the proof's float64
-            stack.enter_context(job.proof.inside())
-        engine = engine_of(job, task)
-        say("")
+        with timing(_rank() == 0 and sys.stderr.isatty()) as say:
+            say("train: building the task and its data")
+            task = job.build_task()
+            # only rank 0 reports FLOPs, so only it counts them
+            flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
+            say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
+            if job.proof is not None:  # around the look too: what it runs is the proof's float64
+                stack.enter_context(job.proof.inside())
+            engine = engine_of(job, task)
         if job.proof is not None:
             stack.enter_context(job.proof.around(engine))
         summary = _Rank(job, task, engine, flops, stack).run()
