@@ -1,4 +1,4 @@
-"""`verify SCRIPT.py --nproc N`: scripts of DDP, FSDP, Accelerate and Fabric: right ones are equal, mistakes found."""
+"""`verify SCRIPT.py --nproc N`: scripts of DDP, FSDP, Accelerate, the Trainer and Fabric, right ones and mistaken."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prove(path: Path, script: str, pool: RankPool, against: Path | None = None) -> Parity:
-    for library in ("accelerate", "fabric"):
+    for library in ("accelerate", "fabric", "trainer"):
         if script.startswith(library):
-            pytest.importorskip({"fabric": "lightning_fabric"}.get(library, library))
+            pytest.importorskip({"fabric": "lightning_fabric", "trainer": "accelerate"}.get(library, library))
     batch = planted.BATCH_SIZES[script]
     return verify_script(
         path, ("--batch-size", str(batch)), nproc=2, one=f"--batch-size {2 * batch}", steps=None, against=against,
@@ -49,7 +49,7 @@ def test_right_scripts_are_equal(script: str, pool: RankPool) -> None:
     "name",
     [pytest.param(name, marks=() if name in QUICK_MISTAKES else pytest.mark.long) for name in planted.MISTAKES],
 )
-def test_mistakes_are_found_where_they_begin(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_mistakes_are_found_where_they_begin_with_their_cause(name: str, pool: RankPool, tmp_path: Path) -> None:
     script, old, new, _ = planted.MISTAKES[name]
     reference, step, kind = planted.FIRST[name]
     text = (FOLDER / script).read_text()
@@ -62,3 +62,5 @@ def test_mistakes_are_found_where_they_begin(name: str, pool: RankPool, tmp_path
     assert first == (-1 if kind == "start" else step)
     kinds = {each for (each, _), at in parity.exceeded.items() if at == first}
     assert ("parameter" if kind == "start" else kind) in kinds
+    assert (parity.cause and parity.cause.name) == planted.CAUSES[name], parity.text()
+    assert parity.first.step == first

@@ -164,6 +164,12 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "accelerator.gradient_accumulation_steps / tokens",
         "DDP divides by the processes what has been divided by the tokens of all",
     ),
+    "tokens_of_a_process": (
+        "trainer_text.py",
+        "average_tokens_across_devices=True",
+        "average_tokens_across_devices=False",
+        "a rank divides by its own labels, and the mean of the ranks is taken",
+    ),
     "share_of_rank_0": (
         "fabric_unet.py",
         "DistributedSampler(data, fabric.world_size, fabric.global_rank, shuffle=True)",
@@ -212,9 +218,44 @@ FIRST: dict[str, tuple[str, int, str]] = {
     "even_batches": ("own", 3, "loss"),
     "scheduler_prepared": ("own", 4, "parameter"),
     "processes_forgotten": ("own", 0, "loss"),
+    "tokens_of_a_process": ("own", 0, "loss"),
     "share_of_rank_0": ("own", 0, "loss"),
     "dice_of_a_batch": ("own", 0, "loss"),
     "wrong_one_reduced": ("own", 0, "gradient"),
+}
+
+# name -> the cause that a proof names; None: it tells the first difference alone
+CAUSES: dict[str, str | None] = {
+    "no_set_epoch": "changed",
+    "padded_by_the_sampler": "other_samples",
+    "batch_norm_apart": "loss_scope",
+    "statistics_without_gradient": "loss_scope",
+    "running_mean_of_a_rank": "batch_norm_buffers",
+    "sum_for_mean": "sum_not_divided",
+    "draws_of_a_rank": "other_samples",
+    "mean_of_means": "mean_over",
+    "rate_times_world": "learning_rate",
+    "rate_of_a_rank": "learning_rate",
+    "module_called": "share_missing",
+    "streams_of_rank_0": "other_samples",
+    "last_not_reduced": "share_missing",
+    "mean_by_micro_batch": "mean_over",
+    "tokens_of_a_rank": "sum_not_divided",
+    "clipped_before_reduced": "gradient_written",
+    "sampler_left_out": "other_samples",
+    "body_alone_wrapped": "gradient_written",
+    "head_left_out": "update",
+    "seed_of_a_rank": "weights_at_start",
+    "synchronisation_left_off": "own_backward",
+    "norm_of_a_shard": None,  # of FSDP1's flat pieces, each clipped by its own norm
+    "model_not_prepared": "share_missing",
+    "even_batches": "other_samples",
+    "scheduler_prepared": "learning_rate",
+    "processes_forgotten": "sum_not_divided",
+    "tokens_of_a_process": "mean_over",
+    "share_of_rank_0": "other_samples",
+    "dice_of_a_batch": "loss_scope",
+    "wrong_one_reduced": "share_missing",
 }
 
 # per rank, on two ranks; one process has twice as many
@@ -229,6 +270,7 @@ BATCH_SIZES = {
     "fsdp1_images.py": 6,
     "accelerate_images.py": 8,
     "accelerate_text.py": 4,
+    "trainer_text.py": 4,
     "fabric_unet.py": 4,
     "fabric_lstm.py": 6,
     "ddp_sync_batchnorm.py": 8,  # wants a GPU, or a stand-in for SyncBatchNorm

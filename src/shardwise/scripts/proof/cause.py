@@ -15,7 +15,7 @@ What this does not do: tell more than one cause.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -82,15 +82,71 @@ CAUSES = {
     "the script or a hook changes gradients on the way, by numbers of a rank's own",
 }
 
+# and for a script that sets up its ranks by itself, whose wrapper takes the mean of the ranks' gradients
+OF_OTHERS = {
+    "weights_at_start": "weights differ before the first step: {}. Ranks draw their own: give all of them one seed, or "
+    "rank 0's weights",
+    "other_samples": "models are called with other samples than in one process, from step {} on: the sum of all "
+    "numbers differs. Each rank's sampler takes the share of its own rank, with set_epoch in each epoch and without "
+    "samples to fill up; what a dataset draws is not to follow from the rank",
+    "learning_rate": "a setting of the optimizer differs: {}. It follows from the number of ranks, or from a rank's "
+    "own numbers",
+    "update": "gradients are equal, and weights differ after step {}: on ranks some weights are in no optimizer, or "
+    "something else changes them",
+    "beside": "models are equal, and a module beside them is not: {}. It is made of a rank's own samples",
+    "sum_not_divided": "what the ranks' losses ask adds up to one process's gradient, and the mean of it is taken: the "
+    "loss is a sum, or is divided by the samples of all ranks: multiply it by the number of ranks",
+    "mean_over": "losses are means over unequal numbers (tokens, labels that count, samples of a short batch): one "
+    "process weighs ranks and micro-batches {}, and ranks {}. Divide sums by the number over all ranks and "
+    "micro-batches, times the number of ranks",
+    "constant": "every gradient is {} times that of one process: the loss is divided by another number",
+    "clip": "every gradient is {} times that of one process: it is clipped by the norm of a rank's own gradients or "
+    "pieces, or scaled",
+    "share_missing": "the gradient on rank 0 lacks what rank {}'s samples ask, and is not reduced: the model is called "
+    "beside its wrapper, or goes backward within no_sync",
+    "gradient_written": "what ranks' losses ask adds up to one process's gradient, and the optimizer finds another: "
+    "parameters lie outside of the wrapper, or gradients are clipped or changed before they are reduced",
+    "kept": "the first step is equal, and from step {} on the loss or its gradients differ: by what is kept of a "
+    "rank's own samples (a queue, a running mean, a state)",
+    "own_backward": "the optimizer finds no gradient on ranks: none is reduced (no_sync, "
+    "set_requires_gradient_sync(False)), or it was taken away before the step",
+    "changed": "the script differs from {} in one process already: {}",
+    "loss_scope": "the loss does not add up over samples ({:.0e} is left over): what one sample asks depends on those "
+    "beside it. Join batch norms (SyncBatchNorm), and the parts of a ratio or a contrast over ranks",
+}
+
 OF_THE_CHANGE = ("not_deterministic", "gradients_kept")  # what a changed script may be told in its place
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Which of `CAUSES`, and its sentence."""
+    """Which of `CAUSES`, and the facts in its sentence. foreign: the script sets up its ranks by itself."""
 
     name: str
-    text: str
+    facts: tuple[object, ...]
+    foreign: bool = False
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return (CAUSES | OF_OTHERS if self.foreign else CAUSES)[self.name].format(*self.facts)
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """What exceeds its bar in the first step in which anything does."""
+
+    kind: str
+    name: str
+    step: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns it as plain JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """Returns it in words."""
+        return f"{self.kind} of '{self.name}', step {self.step}" if self.name else f"{self.kind}, step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -119,9 +175,10 @@ class Difference:
 def cause_of(sides: Difference) -> Cause | None:
     """Returns the likely cause, None where nothing fits."""
     likely = _of_records(sides)
+    likely = likely and replace(likely, foreign=sides.foreign)
     if sides.changed is None or sides.changed.equal or (likely is not None and likely.name in OF_THE_CHANGE):
         return likely
-    return _cause("changed", sides.before, _first_of(sides.changed))
+    return replace(_cause("changed", sides.before, _first_of(sides.changed)), foreign=sides.foreign)
 
 
 def _of_records(sides: Difference) -> Cause | None:
@@ -155,7 +212,7 @@ def _of_records(sides: Difference) -> Cause | None:
         if deviating is not None:
             return _cause("rank_differs", deviating, _first_of(parity))
         return _cause("update", step) if kinds else None
-    return None if sides.foreign else _of_gradients(sides, step, kinds)
+    return _of_gradients(sides, step, kinds)
 
 
 def first_step(sides: Difference) -> int:
@@ -170,12 +227,14 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
     found = sides.apart()
     ranks = [rank.steps[step] for rank in found or [] if step < len(rank.steps)]
     form = next(iter(many.forms), "mean")
-    locals_ = [_vector(_sum(rank.locals), single.gradients) for rank in ranks if rank.locals]
+    # of a script with ranks of its own each micro-batch by itself, which it may weigh as it likes
+    asked = [(rank, part) for rank, each in enumerate(ranks) for part in _parts(each.locals, sides.foreign)]
+    locals_ = [_vector(part, single.gradients) for _, part in asked]
     expected, found_there = (_vector(each.gradients, single.gradients) for each in (single, many))
     factor = _factor(found_there, expected)
     if not many.losses and single.losses:
         return _cause("own_backward")
-    if not locals_ or len(locals_) < len(ranks):
+    if not locals_ or len({rank for rank, _ in asked}) < len(ranks):
         return _by_factor(factor, kinds, form, sides)
     shares, rest = _fit(locals_, expected)
     there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
@@ -188,7 +247,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
         there, missing = _fit([*locals_, *kept], found_there)
         clean = kept and missing < NEAR and abs(there[-1] - 1) < NEAR
         return _cause("gradients_kept", step) if clean else _cause("gradient_written")
-    lost = [rank for rank, (a, b) in enumerate(zip(there, shares, strict=True)) if abs(a) < NEAR < abs(b)]
+    lost = [rank for (rank, _), a, b in zip(asked, there, shares, strict=True) if abs(a) < NEAR < abs(b)]
     if lost:
         return _cause("share_missing", lost[0])
     return _weighed(sides, step, shares, there, form)
@@ -196,7 +255,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
 
 def _weighed(sides: Difference, step: int, single: list[float], ranks: list[float], form: str) -> Cause | None:
     """The cause where one process's gradient is a sum of the ranks', weighed otherwise."""
-    size = len(single)
+    size = sides.plan.data_ranks
     ratios = [b / a if a else 0.0 for a, b in zip(single, ranks, strict=True)]
     alike = max(ratios) - min(ratios) <= NEAR * abs(max(ratios))
     if form == "mean" and all(abs(share - 1) < NEAR for share in single):
@@ -212,19 +271,23 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
     weighed_alike = max(single) - min(single) <= NEAR * max(map(abs, single))  # not by samples
     if all(even) and samples % size and form != "mean_over" and step and weighed_alike:
         return _cause("uneven_only", step, samples)
+    if sides.foreign and max(ranks) - min(ranks) > NEAR * max(map(abs, ranks)):  # a wrapper weighs all alike
+        return _cause("gradient_written")
     return _cause("mean_over", _ratio(single), _ratio(ranks))
 
 
 def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Difference) -> Cause | None:
     size = sides.plan.data_ranks
     if factor is None:
-        return _not_a_sum(sides, first_step(sides), 1.0)
+        return None if sides.foreign else _not_a_sum(sides, first_step(sides), 1.0)
     if form == "mean" and abs(factor * size - 1) < NEAR and size > 1:
         return _cause("sum_not_divided")
     if form == "sum" and abs(factor - size) < NEAR and size > 1:
         return _cause("mean_as_sum")
     if form == "weight" and abs(factor - size) < 0.25 * size and size > 1:
         return _cause("weight_of_mean", f"every gradient is {factor:.3g} times that of one process")
+    if abs(factor) <= NEAR:
+        return _cause("own_backward")
     if abs(factor - 1) <= NEAR:
         return None
     if "loss" not in kinds:
@@ -244,7 +307,7 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
         return _cause("kept", step)
     if step in single.drew:
         return _cause("draws", step)
-    return _cause("loss_scope", rest, _tried(sides.cures))
+    return _cause("loss_scope", rest, "" if sides.foreign else _tried(sides.cures))
 
 
 def _tried(cures: Callable[[str], bool]) -> str:
@@ -257,6 +320,8 @@ def _tried(cures: Callable[[str], bool]) -> str:
 
 def _other_samples(sides: Difference) -> int | None:
     """The first step whose batches have another sum of numbers on all ranks than in one process, None without one."""
+    if sides.changed is not None and not sides.foreign:
+        return None  # batches are known of one side, and of the other what models are called with
     copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
     for number, mine in enumerate(sides.single.steps):
         theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
@@ -312,6 +377,12 @@ def _sum(backwards: list[Tensors]) -> Tensors:
     return total
 
 
+def _parts(backwards: list[Tensors], one_by_one: bool) -> list[Tensors]:
+    """Returns what a rank's backwards ask, each by itself or all together; nothing where none was heard of."""
+    heard = [each for each in backwards if any(gradient is not None for gradient in each.values())]
+    return heard if one_by_one or not heard else [_sum(heard)]
+
+
 def _apart(first: ScriptRecord, other: ScriptRecord, step: int) -> bool:
     """Whether a rank's weights differ from rank 0's after a step."""
     if step >= len(first.steps) or step >= len(other.steps):
@@ -329,13 +400,18 @@ def _ratio(shares: list[float]) -> str:
     return " : ".join(f"{share / total:.3g}" for share in shares)
 
 
+def first_difference(parity: Parity) -> FirstDifference:
+    """Returns what exceeds its bar first, of what does."""
+    (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
+    return FirstDifference(kind, name, step)
+
+
 def _first_of(parity: Parity) -> str:
     """What exceeds its bar first, in words."""
     if parity.exceeded:
-        (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
-        return f"{kind} of '{name}', step {step}" if name else f"{kind}, step {step}"
+        return first_difference(parity).text()
     return parity.differences[0] if parity.differences else "what is saved at the end"
 
 
 def _cause(name: str, *facts: object) -> Cause:
-    return Cause(name, CAUSES[name].format(*facts))
+    return Cause(name, facts)

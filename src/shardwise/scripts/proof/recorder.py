@@ -197,6 +197,10 @@ class ScriptRecorder:
         self._since.content += content
         self._stood = standing()
 
+    def called(self, content: float) -> None:
+        """A model was called with tensors of this sum of numbers, where nothing tells of batches."""
+        self._since.content += content
+
     def epoch_ends(self, *, uneven: bool) -> None:
         """A loop over the loader has had its last batch; `uneven`: which had fewer samples than those before."""
         self._ended_epochs += 1
@@ -232,13 +236,19 @@ def recording(by: ScriptRecorder) -> Iterator[ScriptRecorder]:
 
 
 def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 0) -> float:
-    """Returns the sum of all numbers of a batch's tensors; `rows`: of these of the `held` samples along `dim` alone."""
+    """Returns the sum of all numbers of a batch's tensors; `rows`: of these of the `held` samples along `dim` alone.
+
+    Numbers weigh by their place in the last of three or more dims, which counts no samples: a flip is another content.
+    """
     total = 0.0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
             if rows is not None and leaf.dim() > dim and leaf.shape[dim] == held:
                 leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
-            total += float(leaf.detach().double().abs().sum())
+            sizes = leaf.detach().abs().double()
+            if leaf.dim() > 2:
+                sizes = sizes @ torch.arange(leaf.shape[-1], device=leaf.device).double().cos().add(2.0)
+            total += float(sizes.sum())
     return total
 
 

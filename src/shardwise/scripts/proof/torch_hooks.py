@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.proof.settings import raise_eps
-from shardwise.scripts.proof.recorder import ScriptRecorder
+from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, sketch
 
 # what wrappers put into the names of what they hold
 _WRAPPED = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_forward_module|_checkpoint_wrapped_module)(?=\.)")
@@ -37,6 +37,8 @@ class TorchHooks:
         self._roots: list[nn.Module] = []  # called by the script itself, in order
         self._numbers: dict[int, int] = {}  # of optimizers, by id
         self._losses: list[float] = []
+        self._heard = set[int]()  # ids of parameters that tell what backwards ask of them
+        self._asked: list[dict[int, torch.Tensor]] = []  # by backward since its step: of a parameter's id, a sketch
         self._seen: list[Any] = []  # held, so that ids stay theirs
         self._inside = 0
         self._stack = ExitStack()
@@ -74,9 +76,28 @@ class TorchHooks:
                 self._recorder.met("an evaluation")
             return
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
+        self._given(module, args, {})  # keywords of a module's first call are not told
+        self._stack.callback(module.register_forward_pre_hook(self._given, with_kwargs=True).remove)
+        for param in module.parameters() if self._recorder.job.apart else ():
+            if param.requires_grad and id(param) not in self._heard:
+                self._heard.add(id(param))
+                self._stack.callback(param.register_hook(partial(self._asks, id(param))).remove)
+
+    def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """An outermost module is called with these samples."""
+        if torch.is_grad_enabled():
+            self._recorder.called(content_of((args, kwargs)))
+
+    def _asks(self, param: int, gradient: torch.Tensor) -> None:
+        """A backward asks this of a parameter, on this rank alone."""
+        if self._asked:
+            before = self._asked[-1].get(param)
+            mine = sketch(gradient)
+            self._asked[-1][param] = mine if before is None else before + mine
 
     def _backward(self, loss: torch.Tensor) -> None:
         self._recorder.may_go_on()
+        self._asked.append({})
         if loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
@@ -98,6 +119,9 @@ class TorchHooks:
             for value in self._losses:
                 self._recorder.loss(number, value, "mean")
             self._losses = []
+            for asked in self._asked if self._recorder.job.apart else ():
+                self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
+            self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
             grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
             self._recorder.before(number, grads)
 

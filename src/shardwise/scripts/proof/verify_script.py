@@ -29,7 +29,7 @@ from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
 from shardwise.proof.rounding import NUDGES, Noise, add_noise
 from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof import receipts
-from shardwise.scripts.proof.cause import Difference, cause_of
+from shardwise.scripts.proof.cause import Difference, cause_of, first_difference
 from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
@@ -153,6 +153,8 @@ def verify_script(
     if not many.steps and not first.steps:
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
+    if parity.exceeded:
+        parity.first = first_difference(parity)
     if not parity.equal:
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
@@ -371,9 +373,9 @@ def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[Scrip
 
     def run() -> list[ScriptRecord] | None:
         replicas = Plan(dp_replicate=plan.data_ranks, accumulate=plan.accumulate)
-        if asked.foreign or plan.data_ranks == 1:
+        if plan.data_ranks == 1:
             return None
-        job = replace(asked, plain=False, plan=str(replicas), apart=True)
+        job = replace(asked, plain=False, plan=None if asked.foreign else str(replicas), apart=True)
         try:
             return runs.on(plan.data_ranks, job)
         except ShardwiseError:
