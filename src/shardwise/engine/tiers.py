@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.device import on_host
 from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
-from shardwise.layout.offload import Placement, placements
+from shardwise.layout.offload import Placement, placements, weights_on_host
 from shardwise.step.state import RankState
 from shardwise.tiers import HostMemory, Place, StateFile, StateTiers, Subgroup, Unit, kept_for, places
 from shardwise.tiers import subgroups as rules
@@ -26,7 +26,7 @@ def make_tier(state: RankState) -> StateTiers | None:
 
     Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
     """
-    placed = placements(state.plan.offload, "optimizer")
+    placed = _moving(state)
     if not placed and (state.shards is None or state.owners is not None):  # owners update whole tensors, in memory
         return None
     _refuse(state, placed)
@@ -57,6 +57,13 @@ def make_tier(state: RankState) -> StateTiers | None:
         state.optimizer, placed_groups, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds,
         shards=state.shards,
     )  # fmt: skip
+
+
+def _moving(state: RankState) -> tuple[Placement, ...]:
+    """Returns the placements for which state moves: none to the host, where weights lie there with what they have."""
+    beside = weights_on_host(state.plan.offload)
+    placed = placements(state.plan.offload, "optimizer")
+    return tuple(placement for placement in placed if not (beside and placement.tier == "host"))
 
 
 def _refuse(state: RankState, placed: Sequence[Placement]) -> None:
