@@ -18,6 +18,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.offload import canonical
 from shardwise.planner.candidates import Constraints, axes, family, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking, senseless
 from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
@@ -119,10 +120,10 @@ def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
     if (cluster.device.disk_gbps if on_host else cluster.device.host_gbps) is None:
         return []
     optimizer, activations = ("optimizer:disk", "activations:disk") if on_host else ("optimizer", "activations")
+    weights = canonical(f"{optimizer}|parameters:disk" if on_host else "parameters")
     if not subject.own:
-        return [optimizer]
-    weights = [f"{optimizer}|parameters:disk", f"{optimizer}|parameters:disk|{activations}"] if on_host else []
-    return [optimizer, f"{optimizer}|{activations}", *weights]
+        return [optimizer] if on_host else [optimizer, weights]
+    return [optimizer, f"{optimizer}|{activations}", weights, canonical(f"{weights}|{activations}")]
 
 
 def _on_part(

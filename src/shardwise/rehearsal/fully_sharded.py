@@ -97,11 +97,11 @@ class FakeFullShard(FullShard):
 
     def __init__(
         self, module: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision, absent: set[str],
-        spread: set[str], fake: FakeTensorMode, *, copies: bool,
+        spread: set[str], fake: FakeTensorMode, *, copies: bool, host: bool = False,
     ):  # fmt: skip
         kept = {name: param for name, param in module.named_parameters() if name in spread}
         empty_parameters(module, precision, mesh.device, absent | spread)
-        super().__init__(module, units, mesh, precision, absent | spread)
+        super().__init__(module, units, mesh, precision, absent | spread, host=host)
         given_values(units)
         self.seen: list[int] = []  # elements of each gather, in order
         for unit in self.units:
@@ -111,6 +111,8 @@ class FakeFullShard(FullShard):
         with fake, torch.no_grad():
             self.place(mesh.device)
             self.make_slots()
+        for param in self._cut() if host else ():
+            param.register_post_accumulate_grad_hook(_gone)
         for name, param in kept.items():
             path, _, leaf = name.rpartition(".")
             module.get_submodule(path)._parameters[leaf] = param
@@ -157,10 +159,15 @@ class FakeFullShard(FullShard):
     @property
     def held_gradients(self) -> int:
         """Bytes of the shards of gradients, once all are there."""
-        return sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
+        return 0 if self.host else sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
 
     def _cut(self) -> list[DTensor]:
         return [param for param in self.params if isinstance(param, DTensor)]
+
+
+def _gone(param: torch.Tensor) -> None:
+    """Drops a reduced gradient, as its copy to the host does."""
+    param.grad = None
 
 
 def _padded(param: DTensor) -> int:
