@@ -303,6 +303,6 @@ def buffers(shape: Shape, layout: Layout, software: Software, layers: float, par
         return largest * software.grad_reduce_bytes
     gathered = 2 if layout.sharded.gathers > 1 else max(2, layers)
     crossing = 0.0
-    if weights_on_host(layout.offload):  # shards from there, as they lie: two units' where nothing else gathers them
-        crossing = (2 if layout.shard_ranks == 1 else 1) * (policy.master or policy.weight) / layout.shard_ranks
+    if weights_on_host(layout.offload) and layout.shard_ranks == 1:  # the next unit's, as they lie
+        crossing = policy.master or policy.weight
     return largest * (gathered * whole + software.grad_reduce_bytes + crossing)

@@ -239,11 +239,15 @@ def reads_told(cost: Moves, micro_s: float) -> str:
 
 
 def brought(layout: Layout, size: float, largest: float) -> float:
-    """Returns bytes of weights that are in memory on their way from a disk or the host: two units', of the largest.
+    """Returns bytes of weights that are in memory on their way from a disk: two units', of the largest.
+
+    From the host to a rank alone the next unit's; for a gather over ranks they are part of its own peak.
 
     size     of a rank's weights
     """
-    fraction = sum(in_tier(layout.offload, "parameters", tier) for tier in TIERS)
+    if weights_on_host(layout.offload):
+        return min(size, largest) if layout.shard_ranks == 1 else 0.0
+    fraction = in_tier(layout.offload, "parameters", "disk")
     return min(fraction * size, 2 * largest) if fraction else 0.0
 
 

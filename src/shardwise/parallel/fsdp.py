@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -170,36 +171,46 @@ def copy_ahead(unit: FSDPModule) -> None:
     FSDP2 copies them where the gather is waited for, in the stream that computes.
     """
     for group in groups_of(unit):
-        copies: list[torch.Tensor] = []
+        copies = _Copies()
         group.unshard = partial(_begin_copies, weakref.ref(group), copies)
         group.wait_for_unshard = partial(_use_copies, weakref.ref(group), copies)
 
 
-def _begin_copies(owner: weakref.ref[Any], copies: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+@dataclass
+class _Copies:
+    """Copies of a group's shards on the device, begun for one gather, which FSDP2 may drop without waiting for it."""
+
+    gather: Any = None
+    shards: list[torch.Tensor] = field(default_factory=list)
+
+
+def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs: Any) -> None:
     group = owner()
     if group is not None:
         type(group).unshard(group, *args, **kwargs)
-        if group._all_gather_result is not None and not copies:
+        if group._all_gather_result is not None and group._all_gather_result is not copies.gather:
+            copies.gather = group._all_gather_result
             with group.device_handle.stream(group.comm_ctx.all_gather_copy_in_stream):
                 shards = (param._sharded_param_data for param in group.fsdp_params)
-                copies.extend(shard.to(group.device, non_blocking=True) for shard in shards)
+                copies.shards = [shard.to(group.device, non_blocking=True) for shard in shards]
 
 
-def _use_copies(owner: weakref.ref[Any], copies: list[torch.Tensor]) -> None:
+def _use_copies(owner: weakref.ref[Any], copies: _Copies) -> None:
     group = owner()
     if group is None:
         return
     kept = [param._sharded_param_data for param in group.fsdp_params]
-    if copies:
+    here = copies.gather is not None and group._all_gather_result is copies.gather
+    if here:
         group.device_handle.current_stream().wait_stream(group.comm_ctx.all_gather_copy_in_stream)
-    for param, copy in zip(group.fsdp_params, copies, strict=False):
+    for param, copy in zip(group.fsdp_params, copies.shards if here else (), strict=False):
         param._sharded_param_data = copy
     try:
         type(group).wait_for_unshard(group)  # behind which the stream of copies waits, so that their memory is free
     finally:
         for param, shard in zip(group.fsdp_params, kept, strict=True):
             param._sharded_param_data = shard
-        copies.clear()
+        copies.gather, copies.shards = None, []
 
 
 class HostGradients:

@@ -66,10 +66,11 @@ class Exchanges:
     """FSDP2's gathers and reductions of one unit: the elements of each gather are appended to `seen`.
 
     copies  a reduction works on a copy of what it is given, as gloo's does
+    crosses what is gathered has come from the host just before; what is cast on its way is played as such
     """
 
-    def __init__(self, seen: list[int], copies: bool):
-        self.seen, self.copies = seen, copies
+    def __init__(self, seen: list[int], copies: bool, crosses: bool):
+        self.seen, self.copies, self.crosses = seen, copies, crosses
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an empty tensor, as FSDP2 asks of a backend."""
@@ -82,6 +83,8 @@ class Exchanges:
         """Note a gather, which has no operation; make what a reduction makes."""
         if op is None:
             self.seen.append(output_tensor.numel())
+            if self.crosses:
+                torch.empty_like(input_tensor)  # for the peak alone
         elif self.copies:
             torch.empty_like(input_tensor)  # for the peak alone
 
@@ -105,7 +108,7 @@ class FakeFullShard(FullShard):
         given_values(units)
         self.seen: list[int] = []  # elements of each gather, in order
         for unit in self.units:
-            exchanges: Any = Exchanges(self.seen, copies)
+            exchanges: Any = Exchanges(self.seen, copies, host and not precision.mixed)
             unit.set_custom_all_gather(exchanges)
             unit.set_custom_reduce_scatter(exchanges)
         with fake, torch.no_grad():
