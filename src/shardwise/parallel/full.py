@@ -13,6 +13,9 @@ Each parameter is cut along its first dim that the ranks divide, so that ranks a
 where there is none. A parameter without dims or elements is not cut: all ranks hold it, the first of dp_shard updates
 it. FSDP2's own division by the ranks is switched off: the engine divides once.
 
+With `host` shards, gradients and state lie in the host's memory (FSDP2's `CPUOffloadPolicy`): |w_r| goes to the device
+before each gather, one unit ahead, and g_i,r to the host after each reduction, where it is added up.
+
 What this does not do: hold a parameter that two units share in one of them (it stays with the root unit).
 """
 
