@@ -263,6 +263,21 @@ def test_a_traced_task_keeps_its_units_alone(text: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("machine", "text"), [("2 l40s", "dp_shard=2,zero=3,"), ("1 l40s", "")])
+def test_a_task_that_needs_the_host_has_an_answer(machine: str, text: str) -> None:
+    """Between what it needs with weights on the host, and with all else there."""
+    task, cluster = "test_weights_on_host:wide", Cluster.parse(machine)
+    more, less = (
+        simulate(task, f"{text}offload={what}", cluster).worst.reserved
+        for what in ("optimizer|activations", "parameters")
+    )
+    memory = Figure(((more + less) / 2 + CONTEXT_BYTES) / 1e9, "given", "a test")
+    between = replace(cluster, device=replace(cluster.device, memory_gb=memory))
+    found = plan(task, between, constraints=Constraints(headroom=0.0), precision="fp32")
+    assert found.best.plan == Plan.parse(f"{text}offload=parameters") and not found.best.runnable
+
+
+@pytest.mark.long
 def test_a_task_whose_weights_do_not_fit_has_an_answer() -> None:
     """Between what it needs with its optimizer on the disk, and with its weights too."""
     task, machine = "test_offload:deep", on_processors()

@@ -78,7 +78,7 @@ class Plan:
         1, "chunks of positions in which wide tensors are computed, and again in backward", degree=True
     )
     offload: str = key(
-        "none", "what lies elsewhere until it is used: optimizer, optimizer:disk:0.6|parameters:disk, activations:disk"
+        "none", "what lies elsewhere until it is used: optimizer, optimizer:disk:0.6, parameters, activations:disk"
     )
     compile: bool = key(False, "torch.compile for each block", rounds=True)
     wrap: tuple[str, ...] = key(

@@ -80,13 +80,15 @@ def search(
     tiers = _tiers(cluster, subject) if constraints.offload and constraints.value("offload") is None else []
     offloaded = not looked.fits and bool(tiers)
     for tier in tiers if offloaded else ():
-        if looked.fits:
+        if looked.fits and subject.own:  # which would be rehearsed again
             break
-        nearest = looked.tightest
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
-        looked = _look(subject, cluster.world_size, asked, precision, capacity, say)
+        more = _look(subject, cluster.world_size, asked, precision, capacity, say)
+        more.considered += looked.considered
+        more.fits = sorted([*looked.fits, *more.fits], key=_seconds)
         # keeps the families without offload, so that `lost` says that they need too much memory
-        looked.tightest |= nearest
+        more.tightest |= looked.tightest
+        looked = more
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
