@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm import Axis, meet, refuse_shared_devices
 from shardwise.comm.recording import name_axes
-from shardwise.device import on_host
+from shardwise.device import on_host, pick_device
 from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
 from shardwise.layout.grid import AXES, INNER, SPACE
@@ -148,7 +148,9 @@ def _alone(device: torch.device) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, .
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         made = (dist.group.WORLD,)
-    return init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp_replicate", "dp_shard")), made
+    mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    pick_device(device)  # torch takes a device by the rank's number where none was used yet
+    return mesh, made
 
 
 def _rows(

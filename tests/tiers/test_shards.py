@@ -182,9 +182,8 @@ def elsewhere(offload: str, device: torch.device = CPU) -> Any:
 
 
 def test_tiers_that_gain_nothing_or_are_not_built() -> None:
-    mesh = build_mesh(Plan.parse("single"), CPU)
     with pytest.raises(RefusedPlan, match=r"the device of this rank is its processor.*offload=parameters:disk"):
-        lie_on_host(Plan.parse("dp_shard=2,offload=parameters"), mesh)
+        lie_on_host(Plan.parse("dp_shard=2,offload=parameters"), CPU)
     with pytest.raises(RefusedPlan, match=r"an accelerator would wait.*offload=parameters, the host's memory"):
         elsewhere("parameters:disk", torch.device("meta"))
 

@@ -50,11 +50,11 @@ def shards_elsewhere(
     return lay
 
 
-def lie_on_host(plan: Plan, mesh: Mesh) -> bool:
+def lie_on_host(plan: Plan, device: torch.device) -> bool:
     """Whether shards lie in the host's memory, as the plan says; `RefusedPlan` where that is the device's own."""
     if not weights_on_host(plan.offload):
         return False
-    if not places.gains(mesh.device):
+    if not places.gains(device):
         raise RefusedPlan(f"offload={plan.offload}: {places.IN_MEMORY.format('parameters')}")
     return True
 

@@ -139,7 +139,7 @@ def apply_plan(
         kept -= absent
         technique, moved = _full_shard(
             module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept,
-            shards_elsewhere(plan, mesh, notices), host=lie_on_host(plan, mesh),
+            shards_elsewhere(plan, mesh, notices), host=lie_on_host(plan, mesh.device),
         )  # fmt: skip
         given_values(map(module.get_submodule, units) if chunks is not None else ())
     else:
