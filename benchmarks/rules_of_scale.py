@@ -203,7 +203,7 @@ def _against_ddp() -> Iterator[Row]:
     )  # fmt: skip
     yield (
         "ZeRO-3 with offload over Ethernet or a poor NVMe is 20 times as slow as DDP", "—", f"{offloaded} times DDP over the same eth-25",
-        f"1B on {where}, optimizer on the host; weights on the host or on disk are not forecast, and 20 times would take them",
+        f"1B on {where}, optimizer on the host; weights on a poor disk, which 20 times would take, are not forecast",
     )  # fmt: skip
 
 

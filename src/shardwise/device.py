@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -81,14 +81,27 @@ def describe() -> str:
     return f"torch {torch.__version__}, {cores} CPU cores, {devices}"
 
 
+def can_pin(device: torch.device) -> bool:
+    """Whether the device copies faster, and beside other work, from memory of the host's that is pinned."""
+    return not on_host(device)
+
+
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a tensor of the host's in memory that the device copies from at its link's full rate."""
-    return tensor if on_host(device) else tensor.pin_memory()
+    return tensor.pin_memory() if can_pin(device) else tensor
 
 
 def on_host(device: torch.device) -> bool:
     """Whether ops on this device run on the host's own cores (a CPU)."""
     return device.type == "cpu"
+
+
+def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns tensors in lists of one device each: operations over many take no mixture."""
+    lists: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault(tensor.device, []).append(tensor)
+    return list(lists.values())
 
 
 def group_backend(ranks_here: int | None) -> str:

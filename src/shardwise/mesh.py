@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm import Axis, meet, refuse_shared_devices
 from shardwise.comm.recording import name_axes
-from shardwise.device import on_host
+from shardwise.device import on_host, pick_device
 from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
 from shardwise.layout.grid import AXES, INNER, SPACE
@@ -113,7 +113,8 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         replicate, shard, data, gradients, tp, pp = alone.values()
         experts = _experts(plan, Grid(plan), 0, shard, data)
         everyone = Axis.alone("world")
-        return Mesh(plan, 0, device, replicate, shard, data, gradients, (), tp, pp, everyone, *experts, None)
+        units, groups = _alone(device) if plan.sharded.weights else (None, ())
+        return Mesh(plan, 0, device, replicate, shard, data, gradients, (), tp, pp, everyone, *experts, units, groups)
     refuse_shared_devices(device)
     grid = Grid(plan)
     used = [a for a, n in zip(AXES, grid.shape, strict=True) if n > 1 or a in ("dp_replicate", "dp_shard")]
@@ -139,6 +140,17 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     for axis in (axes["pp"], axes["cp"]):  # in whose messages not all of their ranks take part
         meet(axis, device)
     return made
+
+
+def _alone(device: torch.device) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, ...]]:
+    """Returns the device mesh of one rank, which FSDP2 asks for, and the group that was made for it."""
+    made: tuple[dist.ProcessGroup, ...] = ()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        made = (dist.group.WORLD,)
+    mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    pick_device(device)  # torch takes a device by the rank's number where none was used yet
+    return mesh, made
 
 
 def _rows(

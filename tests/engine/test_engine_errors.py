@@ -90,7 +90,10 @@ def test_a_refused_plan_is_refused_before_anything_is_built() -> None:
         raise AssertionError
 
     with pytest.raises(RefusedPlan, match="units of zero=3 gather theirs for each use: add zero=3"):
+        parallelize(tasks.mlp().with_(model=never), "zero=0,offload=parameters")
+    with pytest.raises(RefusedPlan, match="whose memory is the host's, so that nothing is gained"):
         parallelize(tasks.mlp().with_(model=never), "offload=parameters")
+    assert not torch.distributed.is_initialized()
 
 
 def plain() -> Task:

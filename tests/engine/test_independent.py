@@ -83,7 +83,8 @@ AVERAGES = [
     bug("the average follows the last weights", "engine.ema:Ema.update", "1 - self.decay", "self.decay", "", ""),
     bug("the average begins at zero", "engine.ema:Ema.__init__", "master.detach().clone()", "master.detach() * 0", "",
         ""),
-    bug("one rank does not average", "engine.ema:Ema.update", "if self._masters:", "if False:", "", "", (1,)),
+    bug("one rank does not average", "engine.ema:Ema.update", "zip(averages, masters, strict=True)", "()", "", "",
+        (1,)),
     bug("the average is not published", "engine.ema:Ema._swap", ".technique.publish()", ".technique", "", ""),
     bug("weights do not come back", "engine.ema:Ema._swap", "average.copy_(kept)", "kept", "", ""),
 ]  # fmt: skip

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import Task, plan, simulate
+from shardwise import Plan, Task, plan, simulate
 from shardwise.cluster import Cluster
 from shardwise.cluster.figure import Figure
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES, states
-from shardwise.costs.offload import LINK_SHARE, offloaded
+from shardwise.costs.offload import HOST_GBPS, LINK_SHARE, offloaded
 from shardwise.costs.software import STATES, software
 from shardwise.errors import RefusedPlan
 from shardwise.memory.live import LiveBytes
@@ -64,11 +64,11 @@ def test_a_disk_works_beside_the_update() -> None:
     cluster = Cluster.parse(NODE)
     cluster = replace(cluster, device=replace(cluster.device, disk_gbps=rate))
     layout = Layout(shard=8, zero=3, offload="optimizer:disk")
-    cost = offloaded(1e9, STATES["bf16"], layout, cluster)
+    cost = offloaded(1e9, STATES["bf16"], layout, cluster, 28.0)
     assert cost.disk_s == pytest.approx(2 * 8e9 * 8 / 5e9) and cost.disk_bytes == 8e9
     assert cost.beside(1.0) == cost.disk_s and cost.beside(100.0) == 100.0 + cost.link_s
     with pytest.raises(RefusedPlan, match="no figure for the disk of its host: give disk_gbps"):
-        offloaded(1e9, STATES["bf16"], layout, Cluster.parse(NODE))
+        offloaded(1e9, STATES["bf16"], layout, Cluster.parse(NODE), 28.0)
 
 
 def test_70b_on_one_node_has_an_answer_that_runs() -> None:
@@ -202,8 +202,79 @@ def test_what_costs_more_is_looked_at_later() -> None:
         optimizer, f"{optimizer}|activations:disk", f"{optimizer}|parameters:disk",
         f"{optimizer}|parameters:disk|activations:disk",
     ]  # fmt: skip
-    assert propose._tiers(Cluster.parse(NODE), task) == ["optimizer", "optimizer|activations"]
-    assert propose._tiers(Cluster.parse(NODE), shape) == ["optimizer"]
+    weights = "optimizer|parameters|gradients"
+    assert propose._tiers(Cluster.parse(NODE), task) == [
+        "optimizer", "optimizer|activations", weights, f"{weights}|activations",
+    ]  # fmt: skip
+    assert propose._tiers(Cluster.parse(NODE), shape) == ["optimizer", weights]
+
+
+# --- weights on the host
+
+HOST = "offload=parameters"
+
+
+def test_weights_come_from_the_host_for_each_gather() -> None:
+    """Against sums by hand: 16 bytes of a rank's eighth lie there, of which 4 cross before each gather, and back."""
+    count, machine = decoder_by_name("llama3-8b").parameters, Cluster.parse(NODE)
+    text = "dp_shard=8,zero=3,accumulate=8,precision=bf16"
+    there, here = (simulate("llama3-8b", f"{text}{more}", machine, **ASKED) for more in (f",{HOST}", ""))
+    assert not {"weights", "master", "gradients", "optimizer"} & there.worst.terms.keys()
+    host = (
+        f"{count / 8 * 16 / 1e9:,.3g} GB of each rank in the host's memory; so {count * 16 / 1e9:,.0f} GB of one host"
+    )
+    assert host in there.basis["offload"] and there.parts["compute"] == here.parts["compute"]
+    # op by op, after the norm and the division
+    assert there.parts["optimizer"] == pytest.approx(count * (3 * 28 + 12) / (HOST_GBPS * 1e9), rel=1e-3)
+    link = machine.device.host_gbps
+    assert link is not None
+    slow = replace(machine, device=replace(machine.device, host_gbps=replace(link, value=1.0)))
+    crossing = 8 * 2 * count / 8 * 4 / (LINK_SHARE * 1e9)  # eight micro-batches, forward and backward
+    step = simulate("llama3-8b", f"{text},{HOST}", slow, **ASKED)
+    assert step.parts["compute"] + step.parts["data-parallel communication"] == pytest.approx(crossing, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "asked"),
+    [("gpt-3-175b", NODE, {"global_batch": 64, "seq": 2048}), ("llama3-8b", "1 rtx-4090", ASKED)],
+)
+def test_what_needs_the_host_has_an_answer_that_runs(name: str, machine: str, asked: dict[str, int]) -> None:
+    found = plan(name, machine, **asked)
+    best = found.best.plan
+    assert best.offload == "optimizer|parameters|gradients" and best.zero == 3 and not found.best.runnable
+    assert Plan.parse(str(best)) == best and best.world_size == Cluster.parse(machine).world_size
+    again = simulate(name, best, machine, **asked)
+    assert again.fits(found.capacity)
+
+
+def test_a_pipeline_with_weights_on_the_host_is_not_forecast() -> None:
+    with pytest.raises(RefusedPlan, match="not forecast with a pipeline"):
+        simulate("llama3-8b", f"pp=2,dp_shard=4,zero=3,microbatches=4,{HOST}", NODE, **ASKED)
+
+
+@pytest.mark.parametrize("text", ["dp_shard=2,zero=3", "accumulate=2,precision=bf16"])
+def test_a_traced_task_keeps_its_units_alone(text: str) -> None:
+    machine = Cluster.parse("2 l40s")
+    there = simulate("test_offload:deep", f"{text},{HOST}", machine)
+    here = simulate("test_offload:deep", text, machine)
+    assert there.worst.terms.keys() <= {"micro-batch", "weights on their way from the host", "inputs"}
+    assert there.worst.allocated < here.worst.allocated
+    assert "of weights come from the host for each gather" in there.basis["weights from the host"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("machine", "text"), [("2 l40s", "dp_shard=2,zero=3,"), ("1 l40s", "")])
+def test_a_task_that_needs_the_host_has_an_answer(machine: str, text: str) -> None:
+    """Between what it needs with weights on the host, and with all else there."""
+    task, cluster = "test_weights_on_host:wide", Cluster.parse(machine)
+    more, less = (
+        simulate(task, f"{text}offload={what}", cluster).worst.reserved
+        for what in ("optimizer|activations", "parameters")
+    )
+    memory = Figure(((more + less) / 2 + CONTEXT_BYTES) / 1e9, "given", "a test")
+    between = replace(cluster, device=replace(cluster.device, memory_gb=memory))
+    found = plan(task, between, constraints=Constraints(headroom=0.0), precision="fp32")
+    assert found.best.plan == Plan.parse(f"{text}offload=parameters") and not found.best.runnable
 
 
 @pytest.mark.long
@@ -229,7 +300,7 @@ def test_what_fits_on_the_devices_is_not_offloaded() -> None:
 
 @pytest.mark.parametrize(
     ("task", "what", "told"),
-    [("llama3-8b", "parameters", "is not forecast"), ("llama3-8b", "activations", "is not forecast"),
+    [("llama3-8b", "activations|parameters", "is not forecast"), ("llama3-8b", "activations", "is not forecast"),
      ("shardwise.models.tasks:mlp", "gradients:disk", "gradients")],
 )  # fmt: skip
 def test_other_offloads_are_refused(task: str, what: str, told: str) -> None:

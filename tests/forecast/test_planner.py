@@ -149,7 +149,7 @@ def test_what_does_not_fit_names_the_nearest() -> None:
     with pytest.raises(
         InputError, match=r"no plan fits of .*: the nearest, .*, needs .* GB of 78.2 GB.*8% is kept free.*not looked"
     ):
-        search("llama3-405b", "8 h100-sxm-80gb", 8, 8192)
+        search("llama3-405b", "8 h100-sxm-80gb", 8, 2**19)
 
 
 def test_where_nothing_fits_on_all_devices_fewer_that_divide_more_are_named() -> None:

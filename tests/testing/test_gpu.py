@@ -39,6 +39,7 @@ def test_cuda_equals_cpu_in_float64():
 
 PROVEN = [(task, plan) for task, plan, *_ in CASES + MORE if "precision" not in plan]
 PROVEN += [("unlike_tasks:final_state", "dp_shard=2,zero=2"), ("unlike_tasks:final_state", "dp_shard=2,zero=3"),
+           ("decoder", "dp_shard=2,offload=parameters"), ("decoder", "zero=3,offload=parameters,accumulate=2"),
            ("unlike_tasks:final_state_gru", "tp=2"), ("test_gpu:tagger", "dp_replicate=2")]  # fmt: skip
 
 

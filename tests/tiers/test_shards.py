@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise import parallelize
-from shardwise.engine.moved_parameters import shards_elsewhere
+from shardwise.engine.moved_parameters import lie_on_host, shards_elsewhere
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
@@ -164,7 +164,9 @@ def test_a_folder_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("dp_shard=2,zero=2,offload=parameters:disk", "add zero=3"),
         ("dp_shard=2,zero=3,ep=2,offload=parameters:disk", "use offload=optimizer"),
-        ("dp_shard=2,zero=3,offload=gradients:disk", "gradients not yet"),
+        ("dp_shard=2,zero=3,offload=gradients:disk", "offload=parameters under zero=3 puts weights, gradients and"),
+        ("dp_shard=2,zero=3,offload=gradients", "offload=parameters under zero=3 puts weights, gradients and"),
+        ("dp_shard=2,zero=3,offload=parameters:host:0.5", "use offload=parameters, or offload=optimizer"),
     ],
 )
 def test_plans_that_are_refused(plan: str, message: str) -> None:
@@ -181,10 +183,24 @@ def elsewhere(offload: str, device: torch.device = CPU) -> Any:
 
 def test_tiers_that_gain_nothing_or_are_not_built() -> None:
     with pytest.raises(RefusedPlan, match=r"the device of this rank is its processor.*offload=parameters:disk"):
-        elsewhere("parameters")
-    for tier in ("parameters", "parameters:disk"):
-        with pytest.raises(RefusedPlan, match="an accelerator's would come over its link"):
-            elsewhere(tier, torch.device("meta"))
+        lie_on_host(Plan.parse("dp_shard=2,offload=parameters"), CPU)
+    with pytest.raises(RefusedPlan, match=r"an accelerator would wait.*offload=parameters, the host's memory"):
+        elsewhere("parameters:disk", torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("offload=parameters", "zero=3,offload=optimizer|parameters|gradients"),
+        ("dp_shard=2,offload=gradients|parameters", "dp_shard=2,zero=3,offload=optimizer|parameters|gradients"),
+        ("zero=3,offload=optimizer:disk:0.4|parameters|activations",
+         "zero=3,offload=optimizer:host:0.6|optimizer:disk:0.4|parameters|gradients|activations"),
+        ("offload=optimizer:disk|parameters:disk", "zero=3,offload=optimizer:disk|parameters:disk"),
+    ],
+)  # fmt: skip
+def test_what_lies_with_weights_on_the_host(text: str, plan: str) -> None:
+    assert Plan.parse(text) == Plan.parse(plan) == Plan.parse(str(Plan.parse(text)))
+    assert Plan.parse(text).sharded.weights
 
 
 def test_units_go_by_the_fraction_of_bytes() -> None:

@@ -72,12 +72,12 @@ class _Begun:
 def _finished(begun: list[_Begun]) -> Iterator[Any]:
     """Yields the values of these gatherings, after as many rounds of messages as they ask for. Collective."""
     while waiting := [gathering for gathering in begun if gathering.asks is not None]:
-        # by ranks too: axes of one name may have other ranks
-        over: dict[tuple[str, tuple[int, ...]], tuple[Axis, list[_Begun]]] = {}
+        # by ranks too: axes of one name may have other ranks; by device: shards may lie on the host
+        over: dict[tuple[str, tuple[int, ...], torch.device], tuple[Axis, list[_Begun]]] = {}
         for gathering in waiting:
             assert gathering.asks is not None
-            axis = gathering.asks[1]
-            over.setdefault((axis.name, axis.ranks), (axis, []))[1].append(gathering)
+            row, axis = gathering.asks
+            over.setdefault((axis.name, axis.ranks, row.device), (axis, []))[1].append(gathering)
         for axis, some in over.values():
             rows = [gathering.asks[0] for gathering in some if gathering.asks is not None]
             for gathering, table in zip(some, _tables(rows, axis), strict=True):

@@ -129,17 +129,21 @@ def _mixed(made: Translation, value: Any) -> str:
 def _offload(made: Translation, value: Any) -> str:
     if str(value) in ("none", "None", "False"):
         return "nothing is offloaded"
-    made.plan["offload"] = "optimizer:disk" if str(value) == "nvme" else "optimizer"
-    return f"offload={made.plan['offload']}"
+    return _moved(made, "optimizer:disk" if str(value) == "nvme" else "optimizer")
 
 
 def _offload_weights(made: Translation, value: Any) -> str:
     if str(value) in ("none", "None", "False"):
         return "nothing is offloaded"
+    told = _moved(made, "parameters")
     return (
-        f"{value}: weights stay on their device: left out; the optimizer's state moves by offload=optimizer, and "
-        "weights of zero=3 to a disk by offload=parameters:disk, where the device is the CPU"
+        f"{told}, in the host's memory (a disk is for ranks whose device is the CPU)" if str(value) == "nvme" else told
     )
+
+
+def _moved(made: Translation, part: str) -> str:
+    made.plan["offload"] = "|".join([*filter(None, [made.plan.get("offload")]), part])
+    return f"offload={part}"
 
 
 def _micro(made: Translation, value: Any) -> str:

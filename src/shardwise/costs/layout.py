@@ -9,6 +9,7 @@ from functools import cached_property
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import inner_axes
+from shardwise.layout.offload import placements
 from shardwise.layout.zero_stages import STAGES, UNSHARDED, ZeroStage
 
 RECOMPUTES = ("none", "selective", "full")
@@ -117,8 +118,10 @@ class Layout:
 
     @property
     def sharded(self) -> ZeroStage:
-        """Returns the `ZeroStage`: what each rank keeps as a shard; stage 0 where there is one rank to shard over."""
-        return STAGES[self.zero] if self.zero and self.shard_ranks > 1 else UNSHARDED
+        """Returns the `ZeroStage`: what each rank keeps as a shard; as a plan's, stage 0 where one rank has it all."""
+        stage = STAGES[self.zero]
+        alone = self.shard_ranks == 1 and not (stage.weights and placements(self.offload, "parameters"))
+        return UNSHARDED if alone else stage
 
     @property
     def gradient_ranks(self) -> int:

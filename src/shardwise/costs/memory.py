@@ -20,7 +20,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
-from shardwise.layout.offload import TIERS, in_tier
+from shardwise.layout.offload import TIERS, in_tier, weights_on_host
 
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
@@ -101,6 +101,9 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
             out["gradients"] += count * (software.grad_reduce_bytes - policy.gradient * share)
         if stage.weights and policy.master > policy.weight:
             out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest
+    if weights_on_host(layout.offload):  # all of it, but sums that still wait for those of the replicas
+        waits = layout.replicas > 1 and layout.n_micro * layout.rounds > 1
+        return dict.fromkeys(out, 0.0) | {"gradients": out["gradients"] if waits else 0.0}
     # masters stay on an accelerator, where gradients lie beside them
     out["optimizer"] *= 1.0 - sum(in_tier(layout.offload, "optimizer", tier) for tier in TIERS)
     return out
@@ -299,4 +302,7 @@ def buffers(shape: Shape, layout: Layout, software: Software, layers: float, par
     if whole_in_pipeline(software, layout):
         return largest * software.grad_reduce_bytes
     gathered = 2 if layout.sharded.gathers > 1 else max(2, layers)
-    return largest * (gathered * whole + software.grad_reduce_bytes)
+    crossing = 0.0
+    if weights_on_host(layout.offload) and layout.shard_ranks == 1:  # the next unit's, as they lie
+        crossing = policy.master or policy.weight
+    return largest * (gathered * whole + software.grad_reduce_bytes + crossing)

@@ -7,6 +7,9 @@ Once in a step, for the parameters that a rank updates, whatever its batch:
 
 Shards of weights (zero=3) are read for each gather too, beside forward and backward, and written by the update.
 
+Weights on the host go to the device for each gather, and their gradients come back, beside the work and both ways at
+once; the host's processor updates them when all is there, and the device waits.
+
 So the update takes as long as the longer of (update + link) and disk. Masters move with the state where the device is
 a processor and they are no shards of zero=3; on an accelerator they stay, since gradients lie beside them. The ranks of
 a host share its disk.
@@ -23,27 +26,37 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
-from shardwise.layout.offload import TIERS, in_tier, placements
+from shardwise.layout.offload import TIERS, in_tier, placements, weights_on_host
 
 HOST_DEVICES = 8  # of one host at most, also where a domain of links joins more (assumed)
 LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
 SUBGROUP_BYTES = 64 << 20  # what moves at once, unless one parameter has more (tiers/subgroups)
+# Of a host's memory, which its processor reads and writes for all its ranks, in 10^9 bytes a second (assumed: a fused
+# AdamW over 30 * 10^9 weights on a host of eight devices took 5.6 s, 28 bytes for each)
+HOST_GBPS = 150.0
+UNFUSED = 84 / 28  # bytes that AdamW moves op by op, over those of one kernel
 BUFFERS = 3  # of a disk, in the host's memory (tiers/disk)
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The cost of an update's moves: seconds; one rank's bytes of optimizer state in each tier, of weights on disk."""
+    """The cost of an update's moves: seconds; one rank's bytes of optimizer state in each tier, of weights on disk.
+
+    host_s  seconds of an update that the host's processor computes, where weights lie there
+    sharers ranks of one host
+    """
 
     link_s: float
     disk_s: float
     host_bytes: float
     disk_bytes: float
     weights_bytes: float = 0.0
+    host_s: float = 0.0
+    sharers: int = 1
 
     def beside(self, update_s: float) -> float:
         """Returns the seconds of an update with these moves, which takes `update_s` without."""
-        return max(update_s + self.link_s, self.disk_s)
+        return max((self.host_s or update_s) + self.link_s, self.disk_s)
 
 
 def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
@@ -67,20 +80,30 @@ def staged(layout: Layout, size: float, largest: float, share: float = 1.0) -> f
     return min(size, max(group, largest) + (BUFFERS - 1) * group)
 
 
-def offloaded(count: float, states: States, layout: Layout, cluster: Cluster) -> Offloaded:
-    """Returns the cost of `count` parameters that each rank updates."""
+def update_bytes(states: States, *, fused: bool) -> float:
+    """Returns the bytes of host memory that AdamW's update of one parameter moves. fused: in one kernel."""
+    return (3 * states.held + 2 * states.optimizer) * (1.0 if fused else UNFUSED)
+
+
+def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, update: float) -> Offloaded:
+    """Returns the cost of `count` parameters that each rank updates, each of which moves `update` bytes on a host."""
     on_host = cluster.device.kind == "cpu"
     by_tier = moved(states, layout, on_host=on_host)
     _refuse_weights(layout, cluster)
     weights = in_tier(layout.offload, "parameters", "disk") * states.held
     _refuse_host(layout, cluster, by_tier["host"])
-    link_s = disk_s = 0.0
-    if not on_host and any(by_tier.values()):
+    link_s = disk_s = host_s = 0.0
+    if weights_on_host(layout.offload):
+        # gradients are read for the norm, read and written by the division
+        host_s = count * (update + 3 * states.held) * _ranks_of_host(layout, cluster) / (HOST_GBPS * 1e9)
+        by_tier["host"] += 2 * states.held  # weights, and gradients of their dtype
+    elif not on_host and any(by_tier.values()):
         link_s = 2 * count * sum(by_tier.values()) / (_link_gbps(cluster) * 1e9)
     if by_tier["disk"] + weights:
         size = count * (by_tier["disk"] + weights)
         disk_s = 2 * size * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9)
-    return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"], count * weights)
+    return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"], count * weights, host_s,
+                     _ranks_of_host(layout, cluster))  # fmt: skip
 
 
 def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
@@ -92,10 +115,10 @@ def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
 
 
 def _refuse_weights(layout: Layout, cluster: Cluster) -> None:
-    if placements(layout.offload, "parameters") and cluster.device.kind != "cpu":
+    if in_tier(layout.offload, "parameters", "disk") and cluster.device.kind != "cpu":
         raise RefusedPlan(
-            f"offload={layout.offload}: {cluster.device.name} has memory of its own, and its weights would come over "
-            "its link for every gather, which is not built: use offload=optimizer"
+            f"offload={layout.offload}: {cluster.device.name} has memory of its own, which would wait for each page of "
+            "a mapped file: use offload=parameters, the host's memory"
         )
     _refuse_host(layout, cluster, in_tier(layout.offload, "parameters", "host"))
 
@@ -127,6 +150,11 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
             f"{cost.link_s:.3g} s of state over the link to the host and back ({LINK_SHARE:g} of its rate, assumed), "
             "waited for"
         )
+    if cost.host_s:
+        parts.append(
+            f"{cost.host_s:.3g} s of the update on the host's processor, at {HOST_GBPS:g} GB/s of its memory for all "
+            "its ranks (assumed); the device waits; less with an optimizer's one kernel (fused=True) than op by op"
+        )
     if cost.disk_s and cluster.device.disk_gbps is not None:
         rate = cluster.device.disk_gbps
         parts.append(
@@ -138,6 +166,8 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
         "a disk, of weights": cost.weights_bytes,
     }  # fmt: skip
     lies = [f"{size / 1e9:,.3g} GB of each rank in {where}" for where, size in places.items() if size]
+    if cost.host_bytes and cost.sharers > 1:
+        lies.append(f"so {cost.sharers * cost.host_bytes / 1e9:,.0f} GB of one host, whose memory is not known here")
     return "; ".join([*parts, *lies])
 
 
@@ -178,6 +208,28 @@ def reads(size: float, layout: Layout, cluster: Cluster) -> Moves:
     return Moves(0.0, disk * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9), disk)
 
 
+def crossing_seconds(size: float, cluster: Cluster) -> float:
+    """Returns the seconds in which so many bytes cross a device's link to its host, one way."""
+    return size / (_link_gbps(cluster) * 1e9)
+
+
+def crossings(size: float, gradients: float, layout: Layout, cluster: Cluster) -> Moves:
+    """Returns the cost of a micro-batch's weights that come from the host for each gather, and of gradients that go.
+
+    size, gradients  bytes of weights and of gradients of one rank's shards
+    """
+    return Moves(crossing_seconds(max(size * layout.sharded.gathers, gradients), cluster), 0.0, size)
+
+
+def crossings_told(cost: Moves, micro_s: float) -> str:
+    """Returns a remark on what crosses the link for the gathers of each micro-batch."""
+    return (
+        f"{cost.size / 1e9:.3g} GB of weights come from the host for each gather, and gradients go back at the same "
+        f"time, in {cost.link_s:.3g} s of each micro-batch of {micro_s:.3g} s ({LINK_SHARE:g} of the link's rate, "
+        "assumed)"
+    )
+
+
 def reads_told(cost: Moves, micro_s: float) -> str:
     """Returns a remark on what is read for the gathers of each micro-batch."""
     return (
@@ -189,18 +241,30 @@ def reads_told(cost: Moves, micro_s: float) -> str:
 def brought(layout: Layout, size: float, largest: float) -> float:
     """Returns bytes of weights that are in memory on their way from a disk: two units', of the largest.
 
+    From the host to a rank alone the next unit's; for a gather over ranks they are part of its own peak.
+
     size     of a rank's weights
     """
+    if weights_on_host(layout.offload):
+        return min(size, largest) if layout.shard_ranks == 1 else 0.0
     fraction = in_tier(layout.offload, "parameters", "disk")
     return min(fraction * size, 2 * largest) if fraction else 0.0
 
 
 def refuse(layout: Layout, *, traced: bool = False) -> None:
     """Raises `RefusedPlan` for layouts whose offload is not forecast. traced: of a task, whose module is traced."""
-    forecast = ("optimizer", "activations", "parameters") if traced else ("optimizer",)
-    if any(placement.state not in forecast for placement in placements(layout.offload)):
+    placed = placements(layout.offload)
+    forecast = not any(
+        part.state == "activations" or (part.state, part.tier) == ("parameters", "disk") for part in placed
+    )
+    if not (traced or forecast):
         raise RefusedPlan(
-            f"offload={layout.offload} is not forecast: what weights and activations of a decoder by its numbers cost "
-            "when they come and go with every layer hangs on how much of it is hidden, which is not modelled; "
-            f"{' and '.join(f'offload={state}' for state in forecast)} is"
+            f"offload={layout.offload} is not forecast: what activations, and weights on a disk, of a decoder by its "
+            "numbers cost when they come and go with every layer is not modelled: offload=optimizer and "
+            "offload=parameters are"
+        )
+    if weights_on_host(layout.offload) and layout.pp > 1:
+        raise RefusedPlan(
+            f"offload={layout.offload} is not forecast with a pipeline, whose stages' links to their hosts are not "
+            "modelled: leave pp out, which zero=3 does without"
         )

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shardwise.device import by_device
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError
 
@@ -41,8 +42,9 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Averages the current weights in; to be called after each step."""
-        if self._masters:  # torch refuses an empty list
-            torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], 1 - self.decay)
+        averages, masters = by_device(self._averages), by_device(master.detach() for master in self._masters)
+        for of_device, weights in zip(averages, masters, strict=True):
+            torch._foreach_lerp_(of_device, weights, 1 - self.decay)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, this rank's piece of the average) of each weight of which it holds elements."""

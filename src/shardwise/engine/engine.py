@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardwise.comm import Ledger, Observer, barrier
 from shardwise.engine import weights_out, whole
 from shardwise.engine.assemble import assemble
+from shardwise.engine.moved_parameters import lie_on_host
 from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.engine.predict import predict
 from shardwise.engine.tiers import make_tier
@@ -82,7 +83,9 @@ def parallelize(
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
     if not dist.is_initialized() and here() is not None:
         join()  # a launcher started this process
-    mesh = build_mesh(plan, own_device(device))
+    device = own_device(device)
+    lie_on_host(plan, device)  # raises where that gains nothing, before anything is built
+    mesh = build_mesh(plan, device)
     return on_mesh(
         task, plan, mesh, seed=seed, randomness=randomness, clip_norm=clip_norm, schedule=schedule,
         on_nonfinite=on_nonfinite, check_loss=check_loss,

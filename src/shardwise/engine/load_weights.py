@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.errors import InputError
+from shardwise.parallel.fsdp import put_shard
 from shardwise.parallel.slots import ValueOf
 from shardwise.part.pairs import as_pairs
 from shardwise.step.state import RankState
@@ -41,14 +42,14 @@ def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], stric
     for index, name in enumerate(state.names):
         if name not in wholes:
             continue
-        value = value_of(name).to(state.device)
+        value = value_of(name)
         _put(params[name], value)
         state.technique.load_masters(index, value)
         # Masters are wider than the weights in mixed precision, and the owner's alone where it updates whole tensors.
         if state.owners is not None and index in state.owners.masters:
             state.owners.masters[index].copy_(value)
     for name in wholes.keys() - set(state.names):  # frozen: no technique has masters of them
-        _put(params[name], value_of(name).to(state.device))
+        _put(params[name], value_of(name))
     for name, buffer in module.named_buffers():
         if name in weights:
             buffer.copy_(weights[name])
@@ -83,10 +84,6 @@ def _put(param: torch.Tensor, value: torch.Tensor) -> None:
     # A complex weight may be held as pairs of real numbers.
     value = value if param.is_complex() else as_pairs(value)
     if isinstance(param, DTensor):
-        value = value.to(param.dtype)
-        param = param.detach()
-        # without a source rank nothing is sent: every rank has the whole value, and cuts its part out
-        mine = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-        param.to_local().copy_(mine.to_local())
+        put_shard(param, value)
     else:
         param.detach().copy_(value)

@@ -1,4 +1,4 @@
-"""From a plan's `offload=parameters` to a file for the shards of zero=3. By recipe."""
+"""From a plan's `offload=parameters` to the host's memory, or a file, for the shards of zero=3. By recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from shardwise.device import on_host
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
-from shardwise.layout.offload import placements
+from shardwise.layout.offload import placements, weights_on_host
 from shardwise.mesh import Mesh
 from shardwise.tiers import ShardFile, places
 from shardwise.tiers.subgroups import dealt
@@ -27,15 +27,11 @@ def shards_elsewhere(
 ) -> Callable[[list[list[torch.Tensor]]], ShardFile | None] | None:
     """Returns what gives the shards of zero=3 memory of a file, as the plan says; None where they stay.
 
-    Raises `RefusedPlan` for a tier that gains nothing and a device that has memory of its own.
+    Raises `RefusedPlan` for a device that has memory of its own.
     """
     placed = placements(plan.offload, "parameters")
-    if not placed:
+    if not placed or weights_on_host(plan.offload):
         return None
-    if any(placement.tier == "host" for placement in placed):
-        if not on_host(mesh.device):
-            raise RefusedPlan(f"offload={plan.offload}: {OWN_MEMORY}")
-        raise RefusedPlan(f"offload={plan.offload}: {places.IN_MEMORY.format('parameters')}")
     if not on_host(mesh.device):
         raise RefusedPlan(f"offload={plan.offload}: {OWN_MEMORY}")
 
@@ -54,7 +50,16 @@ def shards_elsewhere(
     return lay
 
 
+def lie_on_host(plan: Plan, device: torch.device) -> bool:
+    """Whether shards lie in the host's memory, as the plan says; `RefusedPlan` where that is the device's own."""
+    if not weights_on_host(plan.offload):
+        return False
+    if not places.gains(device):
+        raise RefusedPlan(f"offload={plan.offload}: {places.IN_MEMORY.format('parameters')}")
+    return True
+
+
 OWN_MEMORY = (
-    "weights lie on a disk for ranks whose device is the processor; an accelerator's would come over its link for "
-    "every gather, which is not built: use offload=optimizer with zero=3, more ranks of dp_shard, or remat=full"
+    "a file is mapped into the memory of the host, from which an accelerator would wait for each of its pages: use "
+    "offload=parameters, the host's memory, or offload=optimizer:disk|parameters"
 )

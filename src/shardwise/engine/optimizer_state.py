@@ -149,6 +149,8 @@ def _leaves(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, whole tensor) of the state of this rank's stages that is sent, in order. Collective over them."""
 
+    homes = {slot.name: slot.master.device for slot in state.technique.slots}
+
     def leaf(index: int, name: str, place: int) -> Gathering:
         form, mine = forms[name], tensors_of.get(name, [])
         dtype, shape, _ = form.tensors[place]
@@ -156,7 +158,7 @@ def _leaves(
         empty = nothing if place in form.pieces else shape
         tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
         if place in form.pieces:
-            return together(state, name, state.technique.whole(index, tensor.to(state.device)))
+            return together(state, name, state.technique.whole(index, tensor.to(homes.get(name, state.device))))
         if state.owners is not None:
             tensor = tensor.to(state.device).contiguous()
             broadcast(tensor, state.owners.axis, state.owners.owner_of[index], "control")

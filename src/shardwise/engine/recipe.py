@@ -25,7 +25,7 @@ from shardwise.engine.materialise import (
     told_of_drawn,
 )
 from shardwise.engine.moved_activations import move_activations, refuse_without_blocks
-from shardwise.engine.moved_parameters import shards_elsewhere
+from shardwise.engine.moved_parameters import lie_on_host, shards_elsewhere
 from shardwise.engine.refused_modules import make_gradients_dense, own_collective, refuse, refuse_scripted, works_inside
 from shardwise.engine.tensor_cuts import cut_tensors
 from shardwise.layout import Plan
@@ -139,7 +139,7 @@ def apply_plan(
         kept -= absent
         technique, moved = _full_shard(
             module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept,
-            shards_elsewhere(plan, mesh, notices),
+            shards_elsewhere(plan, mesh, notices), host=lie_on_host(plan, mesh.device),
         )  # fmt: skip
         given_values(map(module.get_submodule, units) if chunks is not None else ())
     else:
@@ -364,7 +364,7 @@ def _check_memory(
 def _full_shard(
     module: nn.Module, paths: list[str], value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
     frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None, kept: set[str],
-    elsewhere: Callable[[list[list[torch.Tensor]]], ShardFile | None] | None,
+    elsewhere: Callable[[list[list[torch.Tensor]]], ShardFile | None] | None, *, host: bool,
 ) -> tuple[DataParallel, ShardFile | None]:  # fmt: skip
     """Returns the technique of zero=3, and the file in which its shards lie, if they do.
 
@@ -374,7 +374,7 @@ def _full_shard(
     other = absent | spread | kept
     empty_parameters(module, precision, mesh.device, other)
     units = [module.get_submodule(path) for path in paths]
-    sharded = FullShard(module, units, mesh, precision, other, order, elsewhere)
+    sharded = FullShard(module, units, mesh, precision, other, order, elsewhere, host)
     sharded.materialise(value_of, mesh.device)
     sharded.make_slots()
     technique: DataParallel = sharded

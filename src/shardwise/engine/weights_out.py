@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from shardwise.comm import of_first
-from shardwise.device import peak_bytes
+from shardwise.device import on_host, peak_bytes
 from shardwise.engine.weights_file import WeightsFile
 from shardwise.engine.whole import full_buffers, full_parameters
 from shardwise.errors import RefusedPlan, RunError
+from shardwise.layout.offload import weights_on_host
 from shardwise.memory.live import storage_bytes
 from shardwise.step.state import RankState
 from shardwise.tiers.activations import memory_of
@@ -120,22 +121,30 @@ def memory(state: RankState) -> dict[str, int | None]:
     What lies in a tier is no part of these, and beside them: "host", "disk" (for activations the most so far).
     """
 
+    beside = weights_on_host(state.plan.offload)
+
+    def lies_on_host(tensor: torch.Tensor) -> bool:
+        return beside and on_host(memory_of(tensor).device)
+
     def here(tensor: torch.Tensor) -> bool:
-        rests = state.tier is not None and state.tier.rests(tensor)
+        rests = lies_on_host(tensor) or (state.tier is not None and state.tier.rests(tensor))
         return not rests and (state.shards is None or not state.shards.holds(memory_of(tensor)))
 
     masters = [slot.master for slot in state.technique.slots]
     masters += list(state.owners.masters.values()) if state.owners is not None else []
-    parameters = [param for param in (*state.module.parameters(), *masters) if here(param)]
-    gradients = [p.grad for p in (*state.module.parameters(), *masters)] + state.technique.gradient_buffers()
+    parameters = [*state.module.parameters(), *masters]
+    gradients = [p.grad for p in parameters] + state.technique.gradient_buffers()
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
+    made = [gradient for gradient in gradients if gradient is not None]
     tiers: Counter[str] = Counter()
+    if beside:
+        tiers["host"] = storage_bytes(filter(lies_on_host, [*parameters, *made, *tensors]))
     for tier in (state.tier, state.activations, state.shards):
         tiers.update(tier.held_bytes() if tier is not None else {})
     return {
-        "parameters": storage_bytes(parameters),
-        "gradients": storage_bytes(gradients),
+        "parameters": storage_bytes(filter(here, parameters)),
+        "gradients": storage_bytes(gradient for gradient in made if not lies_on_host(gradient)),
         "optimizer": storage_bytes(filter(here, tensors)),
         "peak": peak_bytes(state.device),
         **tiers,

@@ -5,6 +5,8 @@ offload=optimizer:disk             in a file on a disk of the host
 offload=optimizer:disk:0.6         six tenths of its bytes, to the nearest parameter; the rest stays on the device
 offload=optimizer:host:0.5|optimizer:disk:0.5     a part in each
 offload=parameters:disk            a rank's shards of weights, under zero=3; a fraction is of units, the first ones
+offload=parameters                 on the host, and with them their gradients and the optimizer's state, which lie where
+                                   weights do: short for optimizer|parameters|gradients; optimizer:disk|parameters works
 offload=activations:disk           what blocks keep for backward; a fraction is of the blocks, the first ones
 """
 
@@ -48,7 +50,23 @@ def placements(text: str, state: str = "") -> tuple[Placement, ...]:
         total = sum(part.fraction for part in parts if part.state == state)
         if total > 1 + 1e-9:
             raise InputError(f"plan: offload={text} moves {total:g} of {state}: fractions add up to at most 1")
-    return parts
+    return _with_weights(parts)
+
+
+def _with_weights(parts: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Returns the placements with what lies where weights on the host do: gradients, and state that no disk has."""
+    if not any((part.state, part.tier) == ("parameters", "host") for part in parts):
+        return parts
+    others = [part for part in parts if (part.state, part.tier) not in (("optimizer", "host"), ("gradients", "host"))]
+    left = 1 - sum(part.fraction for part in others if part.state == "optimizer")
+    state = [Placement("optimizer", "host", left)] if left > 1e-9 else []
+    after = 1 + next(place for place, part in enumerate(others) if (part.state, part.tier) == ("parameters", "host"))
+    return (*state, *others[:after], Placement("gradients"), *others[after:])
+
+
+def weights_on_host(text: str) -> bool:
+    """Whether shards of weights lie in the host's memory, with their gradients and the optimizer's state."""
+    return in_tier(text, "parameters", "host") > 0
 
 
 def canonical(text: str) -> str:

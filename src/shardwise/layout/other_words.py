@@ -29,7 +29,7 @@ OURS_OF = {
     ("cpu_offload", "zero_offload", "zero_infinity", "offload_optimizer"):
         "offload=optimizer, or offload=optimizer:disk",
     ("offload_param", "offload_params", "param_offload", "cpuoffloadpolicy"):
-        "offload=parameters:disk under zero=3, or offload=optimizer",
+        "offload=parameters under zero=3, the host's memory, or parameters:disk",
     ("activation_offloading", "offload_activations", "activation_offload", "cpu_checkpointing"):
         "offload=activations, or offload=activations:disk",
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,

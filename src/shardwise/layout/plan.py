@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.errors import InputError, at_home, did_you_mean, no_keyboard
 from shardwise.layout import keys
 from shardwise.layout.keys import key, keys_with
-from shardwise.layout.offload import canonical
+from shardwise.layout.offload import canonical, placements
 from shardwise.layout.other_words import ours_of
 from shardwise.layout.precisions import PRECISIONS, TORCH
 from shardwise.layout.schedule_kinds import KINDS
@@ -78,7 +78,7 @@ class Plan:
         1, "chunks of positions in which wide tensors are computed, and again in backward", degree=True
     )
     offload: str = key(
-        "none", "what lies elsewhere until it is used: optimizer, optimizer:disk:0.6|parameters:disk, activations:disk"
+        "none", "what lies elsewhere until it is used: optimizer, optimizer:disk:0.6, parameters, activations:disk"
     )
     compile: bool = key(False, "torch.compile for each block", rounds=True)
     wrap: tuple[str, ...] = key(
@@ -137,7 +137,7 @@ class Plan:
         if not _is_whole(self.deterministic) or self.deterministic < 0:
             raise InputError(f"plan: deterministic must be true or a number of pieces, got {self.deterministic!r}")
         if self.zero == -1:
-            object.__setattr__(self, "zero", default_stage(self.dp_shard))
+            object.__setattr__(self, "zero", default_stage(self.dp_shard, moved=self.moves_weights))
         if not _is_whole(self.zero) or self.zero not in STAGES:
             *few, last = STAGES
             raise InputError(f"plan: zero must be {', '.join(map(str, few))} or {last}, got {self.zero!r}")
@@ -199,8 +199,17 @@ class Plan:
 
     @property
     def sharded(self) -> ZeroStage:
-        """Returns the plan's `ZeroStage`: what each rank keeps as a shard; stage 0 for shard groups of one rank."""
-        return STAGES[self.zero] if self.dp_shard * self.cut_positions > 1 else UNSHARDED
+        """Returns the plan's `ZeroStage`: what each rank keeps as a shard; stage 0 for shard groups of one rank.
+
+        Units of zero=3 whose weights lie elsewhere are gathered by a rank alone too: from there.
+        """
+        alone = self.dp_shard * self.cut_positions == 1 and not (STAGES[self.zero].weights and self.moves_weights)
+        return UNSHARDED if alone else STAGES[self.zero]
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights lie on the host or a disk between their units' gathers."""
+        return bool(placements(self.offload, "parameters"))
 
     @property
     def data_ranks(self) -> int:
@@ -283,7 +292,7 @@ class Plan:
 
     def with_(self, **changes: Any) -> Plan:
         """Returns a copy with some fields replaced; a `zero` that is at its default follows the new `dp_shard`."""
-        by_default = self.zero == default_stage(self.dp_shard)
+        by_default = self.zero == default_stage(self.dp_shard, moved=self.moves_weights)
         # a zero that was chosen goes too where one rank is left, over which a rule refuses it
         if "dp_shard" in changes and "zero" not in changes and (by_default or changes["dp_shard"] == 1):
             changes["zero"] = -1

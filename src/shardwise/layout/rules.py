@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.keys import NEEDS, Need, keys_with
-from shardwise.layout.offload import placements
+from shardwise.layout.offload import Placement, placements, weights_on_host
 from shardwise.layout.plan import Plan
 from shardwise.layout.schedule_kinds import KINDS, listed
 from shardwise.layout.zero_stages import STAGES
@@ -112,11 +112,19 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.deterministic > 0 and p.deterministic % (p.accumulate * p.data_ranks) != 0,
     ),
     Rule(
-        "offload of gradients",
+        "offload of gradients without parameters on the host",
+        "illegal",
+        "gradients lie where the weights do that the optimizer updates: offload=parameters under zero=3 puts weights, "
+        "gradients and the optimizer's state on the host",
+        lambda p: any(part != Placement("gradients") for part in placements(p.offload, "gradients"))
+        or (bool(placements(p.offload, "gradients")) and not weights_on_host(p.offload)),
+    ),
+    Rule(
+        "offload of a fraction of parameters to the host",
         "not built",
-        "the optimizer's state, weights and activations are moved to the host or a disk, and gradients not yet: use "
-        "zero=2 or 3, which shard them over the ranks of dp_shard",
-        lambda p: bool(placements(p.offload, "gradients")),
+        "the optimizer would update weights on the host and on the device: use offload=parameters, or "
+        "offload=optimizer, which may be a fraction",
+        lambda p: weights_on_host(p.offload) and Placement("parameters") not in placements(p.offload, "parameters"),
     ),
     Rule(
         "offload of parameters without zero=3",

@@ -88,11 +88,11 @@ TECHNIQUES = (
         "the state does not fit, and there are no more ranks to shard it over",
     ),
     Technique(
-        "offload of weights", "offload", "dp_shard=8,zero=3,offload=optimizer:disk|parameters:disk",
-        "nothing: shards of weights lie on a disk between gathers",
-        "between ranks as ZeRO-3; weights from the disk for each gather, and to it after the update",
-        "an optimizer that treats tensors one by one; ranks whose device is the processor",
-        "weights and state do not fit, and there are no more ranks",
+        "offload of weights", "offload", "dp_shard=8,zero=3,offload=parameters",
+        "nothing: shards of weights, gradients and state lie on the host; weights and state on a disk, for CPUs",
+        "between ranks as ZeRO-3; weights from the host for each gather, gradients to it; the host updates",
+        "repeated blocks (found, or wrap=); on a disk an optimizer that treats tensors one by one",
+        "weights and state do not fit, and there are no more ranks; one rank alone too",
     ),
     Technique(
         "offload of activations", "offload", "dp_shard=8,zero=3,offload=activations:disk",

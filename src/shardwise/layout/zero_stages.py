@@ -88,6 +88,6 @@ SHARDED = [stage for stage in STAGES.values() if stage.state]
 PER_MICROBATCH = STAGES[2]  # what is kept whole beside units of zero=3 (experts, written weights) lies in its pieces
 
 
-def default_stage(ranks: int) -> int:
-    """Returns the stage of a plan that names none, over so many ranks of dp_shard."""
-    return DEFAULT if ranks > 1 else UNSHARDED.number
+def default_stage(ranks: int, *, moved: bool = False) -> int:
+    """Returns the stage of a plan that names none, over so many ranks of dp_shard; `moved`: weights lie elsewhere."""
+    return DEFAULT if ranks > 1 or moved else UNSHARDED.number

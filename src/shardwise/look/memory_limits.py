@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from shardwise.device import memory_bytes, on_host
+from shardwise.device import CPU, memory_bytes, on_host
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.layout.offload import weights_on_host
 from shardwise.mesh import Mesh
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
@@ -24,11 +25,12 @@ MASKS = "Say is_causal=True where it is causal, give none where all are read, an
 
 
 def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: Container[str]) -> None:
-    """Raise `InputError` where weights and their gradients alone are more than the device has.
+    """Raise `InputError` where weights and their gradients alone are more than the device has, or where they lie.
 
     A lower bound: optimizer state and activations come on top. Cuts of tp, ep and zero=3 are taken as even.
     """
-    total = memory_bytes(mesh.device)
+    home = CPU if weights_on_host(plan.offload) else mesh.device
+    total = memory_bytes(home)
     if total is None:
         return
     over = plan.tp * plan.ep * (mesh.shard.size if plan.sharded.weights else 1)
@@ -36,7 +38,7 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
     weights = sum(param.numel() * precision.dtype_of(param).itemsize for param in params) // over
     grads = sum(param.numel() * precision.dtype_of(param).itemsize for param in params if param.requires_grad) // over
     # An accelerator is one rank's own; the memory of a host is shared by all ranks on it.
-    ranks = 1 if not on_host(mesh.device) else local_size(os.environ) or mesh.world.size
+    ranks = 1 if not on_host(home) else local_size(os.environ) or mesh.world.size
     if (weights + grads) * ranks <= total:
         return
     beside = f", and {ranks} ranks share this host" if ranks > 1 else ""

@@ -16,8 +16,9 @@ weights that a model returns (`outlive`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops._tensor_ops import propagate_single_input_strategy
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import RefusedPlan
@@ -58,6 +60,24 @@ def units_aside(module: nn.Module) -> Iterator[None]:
         for hooks, hooks_before in before:
             hooks.clear()
             hooks.update(hooks_before)
+
+
+@contextmanager
+def without(module: nn.Module, absent: Collection[torch.Tensor]) -> Iterator[None]:
+    """Context: the module lacks these parameters, of other pipeline stages, which get no memory here."""
+    taken = [
+        (child, leaf, param)
+        for child in module.modules()
+        for leaf, param in list(child._parameters.items())
+        if param in absent
+    ]
+    for child, leaf, _ in taken:
+        child._parameters[leaf] = None
+    try:
+        yield
+    finally:
+        for child, leaf, param in taken:
+            child._parameters[leaf] = param
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -111,6 +131,16 @@ def lay_shards(unit: FSDPModule, memory: Sequence[torch.Tensor]) -> None:
         param.sharded_param._local_tensor = padded.narrow(param.fsdp_placement.dim, 0, length)
 
 
+@torch.no_grad()
+def put_shard(param: DTensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor, on any device, into a shard."""
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, param.device_mesh, param.placements)
+    slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    local = param.to_local()
+    if local.numel():
+        local.copy_(whole[slices].view(local.shape))
+
+
 def around_gathers(unit: FSDPModule, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call a function before a unit's shards are read for a gather, and one when they have been."""
     for group in groups_of(unit):
@@ -133,6 +163,98 @@ def _have_read(owner: weakref.ref[Any], after: Callable[[], None]) -> None:
         type(group).wait_for_unshard(group)  # one rank alone reads here
         if pending:
             after()
+
+
+def copy_ahead(unit: FSDPModule) -> None:
+    """Let a rank that is alone copy a unit's shards from the host when its gather begins, beside what computes.
+
+    FSDP2 copies them where the gather is waited for, in the stream that computes.
+    """
+    for group in groups_of(unit):
+        copies = _Copies()
+        group.unshard = partial(_begin_copies, weakref.ref(group), copies)
+        group.wait_for_unshard = partial(_use_copies, weakref.ref(group), copies)
+
+
+@dataclass
+class _Copies:
+    """Copies of a group's shards on the device, begun for one gather, which FSDP2 may drop without waiting for it."""
+
+    gather: Any = None
+    shards: list[torch.Tensor] = field(default_factory=list)
+
+
+def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs: Any) -> None:
+    group = owner()
+    if group is not None:
+        type(group).unshard(group, *args, **kwargs)
+        if group._all_gather_result is not None and group._all_gather_result is not copies.gather:
+            copies.gather = group._all_gather_result
+            with group.device_handle.stream(group.comm_ctx.all_gather_copy_in_stream):
+                shards = (param._sharded_param_data for param in group.fsdp_params)
+                copies.shards = [shard.to(group.device, non_blocking=True) for shard in shards]
+
+
+def _use_copies(owner: weakref.ref[Any], copies: _Copies) -> None:
+    group = owner()
+    if group is None:
+        return
+    kept = [param._sharded_param_data for param in group.fsdp_params]
+    here = copies.gather is not None and group._all_gather_result is copies.gather
+    if here:
+        group.device_handle.current_stream().wait_stream(group.comm_ctx.all_gather_copy_in_stream)
+    for param, copy in zip(group.fsdp_params, copies.shards if here else (), strict=False):
+        param._sharded_param_data = copy
+    try:
+        type(group).wait_for_unshard(group)  # behind which the stream of copies waits, so that their memory is free
+    finally:
+        for param, shard in zip(group.fsdp_params, kept, strict=True):
+            param._sharded_param_data = shard
+        copies.gather, copies.shards = None, []
+
+
+class HostGradients:
+    """Gradients of units whose shards lie on the host, added up there over a step's micro-batches.
+
+    FSDP2 adds one to the one before within the backward, and waits for each copy where it does: the device would have
+    nothing to do meanwhile. Here each backward copies as the first does, and its gradients are added after the next.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule]) -> None:
+        self._params = [param for unit in units for group in groups_of(unit) for param in group.fsdp_params]
+        self._coming: list[tuple[Any, DTensor, Any]] = []  # (parameter, gradient, event behind its copy)
+
+    def start_step(self) -> None:
+        """Forget the last step's."""
+        self._sums: dict[int, DTensor] = {}  # id of FSDP2's parameter -> gradients so far
+        self._coming.clear()
+
+    def take(self) -> None:
+        """Called after a backward: keep its gradients, and add up those of the one before."""
+        self._add()
+        for param in self._params:
+            gradient = param.sharded_param.grad
+            if gradient is not None:
+                self._coming.append((param, gradient, param.grad_offload_event))
+                param.sharded_param.grad = param.grad_offload_event = None
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        for param, gradient, event in self._coming:
+            if event is not None:
+                event.synchronize()
+            if id(param) in self._sums:
+                self._sums[id(param)].to_local().add_(gradient.to_local())
+            else:
+                self._sums[id(param)] = gradient
+        self._coming.clear()
+
+    def put(self) -> None:
+        """Called after the last backward: sets each shard's gradient to the sum, once all have arrived."""
+        self.take()
+        self._add()
+        for param in self._params:
+            param.sharded_param.grad = self._sums.pop(id(param), None)
 
 
 def can_cut(param: torch.Tensor) -> bool:

@@ -13,40 +13,46 @@ Each parameter is cut along its first dim that the ranks divide, so that ranks a
 where there is none. A parameter without dims or elements is not cut: all ranks hold it, the first of dp_shard updates
 it. FSDP2's own division by the ranks is switched off: the engine divides once.
 
+With `host` shards, gradients and state lie in the host's memory (FSDP2's `CPUOffloadPolicy`): |w_r| goes to the device
+before each gather, one unit ahead, and g_i,r to the host after each reduction, where it is added up.
+
 What this does not do: hold a parameter that two units share in one of them (it stays with the root unit).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Gathering, Trail, all_reduce, broadcast, broadcast_together, ready
 from shardwise.comm.tree import FixedOrder, ReduceInOrder
+from shardwise.device import CPU, can_pin
 from shardwise.mesh import Mesh
 from shardwise.parallel.fsdp import (
+    HostGradients,
     announce,
     around_gathers,
     await_unseen,
     can_cut,
+    copy_ahead,
     know_detach,
     lay_shards,
     outlive,
     partial_reductions,
+    put_shard,
     reduce_unused,
     refuse_transforms,
     shards_of,
     weakly,
+    without,
     without_margin,
 )
 from shardwise.parallel.slots import ShardMemory, Slot, ValueOf, bring_back, joined
@@ -76,11 +82,17 @@ class FullShard:
         absent: Collection[str] = (),
         order: FixedOrder | None = None,
         elsewhere: Callable[[list[list[torch.Tensor]]], ShardMemory | None] | None = None,
+        host: bool = False,
     ):
-        """elsewhere: gives memory for the shards of units (flat, without values), which stay where that is None."""
+        """Make shards of a module's units, and of what is in none.
+
+        elsewhere  gives memory for the shards of units (flat, without values), which stay where that is None
+        host       shards lie in the host's memory, beside their gradients and what the optimizer keeps
+        """
         self.module = module
         self._elsewhere = elsewhere
         self.moved: ShardMemory | None = None
+        self.host = host
         self._absent = {param for name, param in module.named_parameters() if name in absent}  # other stages'
         self.precision = precision
         self.order = order
@@ -131,6 +143,7 @@ class FullShard:
         frees = mesh.plan.sharded.gathers > 1
         options = {"mesh": device_mesh, "reshard_after_forward": frees, "shard_placement_fn": placement}
         options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
+        options |= {"offload_policy": CPUOffloadPolicy(pin_memory=can_pin(mesh.device))} if self.host else {}
         for unit in [*inner_first(units), module]:
             fully_shard([unit], **options)  # a list: torch 2.11 takes no `ModuleList` by itself
         shards = [child for child in module.modules() if isinstance(child, FSDPModule)]
@@ -139,6 +152,9 @@ class FullShard:
             shard.set_force_sum_reduction_for_comms(True)
             if self.order is not None:
                 shard.set_custom_reduce_scatter(ReduceInOrder(self.order))
+        self._gradients = HostGradients(shards) if self.host else None
+        for shard in shards if self.host and self.ranks == 1 and can_pin(mesh.device) else ():
+            copy_ahead(shard)
         reduce_unused(module)  # ranks may differ inside a unit
         for unit, name in zip(self.units, self._names, strict=True):
             unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
@@ -156,10 +172,14 @@ class FullShard:
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
         """Give the shards memory, without values yet. Returns (name, shard) of each parameter that is held here."""
-        with self._without_absent():
-            self.module.to_empty(device=device)
+        with without(self.module, self._absent):
+            self.module._apply(lambda old: torch.empty_like(old, device=self.home(old, device)))
             self._lay_elsewhere()
             return list(self.module.named_parameters())
+
+    def home(self, tensor: torch.Tensor, device: torch.device) -> torch.device:
+        """Returns where a parameter or buffer lies of a module on `device`."""
+        return CPU if self.host and isinstance(tensor, DTensor) else device
 
     def _lay_elsewhere(self) -> None:
         if self._elsewhere is None:
@@ -175,34 +195,12 @@ class FullShard:
         """Give every shard its slice of the full initial value, one parameter at a time."""
         for name, param in self.place(device):
             full = value_of(name)  # in its own dtype: a copy of all of it is what a rank may not have room for
-            if not isinstance(param, DTensor):
+            if isinstance(param, DTensor):
+                put_shard(param, full)
+            else:
                 param.detach().copy_(full)
-                continue
-            shape, offset = compute_local_shape_and_global_offset(full.shape, param.device_mesh, param.placements)
-            slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            with torch.no_grad():
-                local = param.to_local()
-                if local.numel():
-                    local.copy_(full[slices].view(local.shape).to(device))
             if self.moved is not None:
                 self.moved.let_go()
-
-    @contextmanager
-    def _without_absent(self) -> Iterator[None]:
-        """Context: the module lacks the parameters of other pipeline stages, which get no memory here."""
-        taken = [
-            (child, leaf, param)
-            for child in self.module.modules()
-            for leaf, param in list(child._parameters.items())
-            if param in self._absent
-        ]
-        for child, leaf, _ in taken:
-            child._parameters[leaf] = None
-        try:
-            yield
-        finally:
-            for child, leaf, param in taken:
-                child._parameters[leaf] = param
 
     def make_slots(self) -> None:
         """Make what the optimizer updates, on the memory of the module's shards; to be called once they have values."""
@@ -285,6 +283,8 @@ class FullShard:
             param.grad = None
             slot.master.grad = None
         self._whole_gradients.clear()
+        if self._gradients is not None:
+            self._gradients.start_step()
         if self.order is not None:
             self.order.start_step()
 
@@ -308,6 +308,8 @@ class FullShard:
                 assert self.order is not None
                 self.order.add(index, self._padded(param.grad.detach()))
                 param.grad = None
+        if self._gradients is not None:
+            self._gradients.take()
         return self._used_now
 
     def _padded(self, whole: torch.Tensor) -> torch.Tensor:
@@ -319,6 +321,8 @@ class FullShard:
     def finish_step(self, used: set[int]) -> None:
         """Sets each master's gradient to this rank's reduced shard, None where no rank used the parameter."""
         self._used = used
+        if self._gradients is not None:
+            self._gradients.put()
         if not self._whole_gradients:  # once in a step, however often this is called
             for index in self._uncut():
                 param = self.params[index]

@@ -17,6 +17,7 @@ from shardwise.costs.layout import RECOMPUTES, SAME_KEYS, Layout
 from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
 from shardwise.layout.keys import keys_with
+from shardwise.layout.offload import placements
 from shardwise.layout.plan import ALONG
 from shardwise.layout.schedule_kinds import KINDS, listed
 from shardwise.layout.zero_stages import SHARDED
@@ -81,6 +82,11 @@ class Constraints:
 
     def value(self, name: str) -> object | None:
         return dict(self.fixed).get(name)
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights are to lie elsewhere, as units of zero=3 allow."""
+        return bool(placements(str(self.value("offload") or "none"), "parameters"))
 
     def precision(self, asked: str) -> str:
         """Returns the precision that is fixed, else the one that was asked for beside the fixed fields."""
@@ -159,7 +165,7 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
 
 
 def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constraints: Constraints) -> Iterator[Layout]:
-    for zero, shard in _sharding(base, dp, node, constraints.value("zero")):
+    for zero, shard in _sharding(base, dp, node, constraints):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
                 for schedule, chunks in _schedules(shape, base.pp, per_rank // micro, recompute, constraints):
@@ -181,8 +187,12 @@ def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Con
     ]  # fmt: skip
 
 
-def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple[int, int]]:
-    """Yields pairs (zero, dp_shard) for `dp` data ranks. `asked`: the fixed value of zero, or None."""
+def _sharding(base: Layout, dp: int, node: int, constraints: Constraints) -> Iterator[tuple[int, int]]:
+    """Yields pairs (zero, dp_shard) for `dp` data ranks."""
+    asked = constraints.value("zero")
+    if constraints.moves_weights:  # of units alone, of one rank too
+        yield from ((stage.number, dp) for stage in SHARDED if stage.weights and base.pp == 1)
+        return
     yield 0, 1
     if dp * base.split_sequence == 1:
         return
@@ -263,8 +273,12 @@ def axes(layout: Layout) -> int:
 # --- of a task of one's own, which is traced
 
 
-def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> Iterator[Layout]:
+def data_layouts(
+    world: int, batch: int, node: int, recomputes: list[str], *, moves: bool = False
+) -> Iterator[Layout]:  # fmt: skip
     """Yields layouts of data parallelism alone: replicas, ZeRO 1 to 3 over all ranks, ZeRO-3 inside a node.
+
+    moves  weights lie elsewhere: ZeRO-3 alone, of one rank too
 
     A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
     over the most ranks that it does divide over, of one node or of whole ones, and over the largest even part of all.
@@ -275,6 +289,8 @@ def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> It
         inside = max((d for d in divisors(dp) if d <= node), default=1)
         shardings = {(0, 1), *((stage.number, dp) for stage in SHARDED if dp > 1)}
         shardings |= {(stage.number, inside) for stage in SHARDED if stage.weights and 1 < inside < dp}
+        if moves:
+            shardings = {(stage.number, dp) for stage in SHARDED if stage.weights}
         for zero, shard in sorted(shardings):
             for micro, n_micro in _dealt_over(batch, dp):
                 for recompute in recomputes:

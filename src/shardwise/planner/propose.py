@@ -18,6 +18,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.offload import canonical
 from shardwise.planner.candidates import Constraints, axes, family, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking, senseless
 from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
@@ -79,13 +80,15 @@ def search(
     tiers = _tiers(cluster, subject) if constraints.offload and constraints.value("offload") is None else []
     offloaded = not looked.fits and bool(tiers)
     for tier in tiers if offloaded else ():
-        if looked.fits:
+        if looked.fits and subject.own:  # which would be rehearsed again
             break
-        nearest = looked.tightest
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
-        looked = _look(subject, cluster.world_size, asked, precision, capacity, say)
+        more = _look(subject, cluster.world_size, asked, precision, capacity, say)
+        more.considered += looked.considered
+        more.fits = sorted([*looked.fits, *more.fits], key=_seconds)
         # keeps the families without offload, so that `lost` says that they need too much memory
-        looked.tightest |= nearest
+        more.tightest |= looked.tightest
+        looked = more
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
@@ -119,10 +122,10 @@ def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
     if (cluster.device.disk_gbps if on_host else cluster.device.host_gbps) is None:
         return []
     optimizer, activations = ("optimizer:disk", "activations:disk") if on_host else ("optimizer", "activations")
+    weights = canonical(f"{optimizer}|parameters:disk" if on_host else "parameters")
     if not subject.own:
-        return [optimizer]
-    weights = [f"{optimizer}|parameters:disk", f"{optimizer}|parameters:disk|{activations}"] if on_host else []
-    return [optimizer, f"{optimizer}|{activations}", *weights]
+        return [optimizer] if on_host else [optimizer, weights]
+    return [optimizer, f"{optimizer}|{activations}", weights, canonical(f"{weights}|{activations}")]
 
 
 def _on_part(

@@ -58,7 +58,8 @@ class TracedLayouts:
     def candidates(self, world: int, constraints: Constraints) -> Iterable[Layout]:
         """Yields data ranks alone; then cuts of positions, and tp, pp and ep where these could be faster."""
         traced, batch, cuts = self.traced, self.batch, self.traced.cuts
-        own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes))]
+        moves = constraints.moves_weights
+        own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes, moves=moves))]
         first = traced.samples[0]  # sorting is stable: of the same layout, that without recompute stays first
         own.sort(key=lambda layout: (self._takes_long(layout), layout.micro_batch != first))
         fastest, best = inf, None

@@ -35,7 +35,7 @@ from shardwise.engine.tensor_cuts import derive_cuts
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
-from shardwise.layout.offload import of_class
+from shardwise.layout.offload import of_class, weights_on_host
 from shardwise.layout.schedule_kinds import Op, in_flight
 from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.layout.zero_stages import STAGES, ZeroStage
@@ -97,6 +97,7 @@ class Cuts:
     along   (name, degree) of the axes that cut positions along one dim
     wrap    names the units of zero=3
     moved   what a plan's `offload` says of activations
+    host    weights of units lie on the host, and so do their gradients once they are reduced
     """
 
     tp: int = 1
@@ -125,6 +126,7 @@ class Cuts:
     position_chunks: int = 1
     wrap: tuple[str, ...] = ()
     moved: str = "none"
+    host: bool = False
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
@@ -142,7 +144,7 @@ class Cuts:
         own = cls(
             **{name: getattr(layout, name) for name in AS_THEY_ARE}, microbatches=count, recompute=layout.recompute,
             precision=precision, rounds=rounds, gloo=gloo, along=tuple(layout.along.items()),
-            moved=of_class(layout.offload, "activations"),
+            moved=of_class(layout.offload, "activations"), host=weights_on_host(layout.offload),
         )  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
@@ -188,6 +190,8 @@ class Cuts:
                        "stages": self.stages, "stages_per_rank": self.stages_per_rank}  # fmt: skip
         if self.shard_ranks * self.ep > 1:
             values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "wrap": self.wrap}
+        if self.host:
+            values |= {"offload": "parameters", "zero": self.zero, "wrap": self.wrap}
         return Plan.from_dict(values)
 
 

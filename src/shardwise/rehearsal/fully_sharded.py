@@ -66,10 +66,11 @@ class Exchanges:
     """FSDP2's gathers and reductions of one unit: the elements of each gather are appended to `seen`.
 
     copies  a reduction works on a copy of what it is given, as gloo's does
+    crosses what is gathered has come from the host just before; what is cast on its way is played as such
     """
 
-    def __init__(self, seen: list[int], copies: bool):
-        self.seen, self.copies = seen, copies
+    def __init__(self, seen: list[int], copies: bool, crosses: bool):
+        self.seen, self.copies, self.crosses = seen, copies, crosses
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an empty tensor, as FSDP2 asks of a backend."""
@@ -82,6 +83,8 @@ class Exchanges:
         """Note a gather, which has no operation; make what a reduction makes."""
         if op is None:
             self.seen.append(output_tensor.numel())
+            if self.crosses:
+                torch.empty_like(input_tensor)  # for the peak alone
         elif self.copies:
             torch.empty_like(input_tensor)  # for the peak alone
 
@@ -97,20 +100,22 @@ class FakeFullShard(FullShard):
 
     def __init__(
         self, module: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision, absent: set[str],
-        spread: set[str], fake: FakeTensorMode, *, copies: bool,
+        spread: set[str], fake: FakeTensorMode, *, copies: bool, host: bool = False,
     ):  # fmt: skip
         kept = {name: param for name, param in module.named_parameters() if name in spread}
         empty_parameters(module, precision, mesh.device, absent | spread)
-        super().__init__(module, units, mesh, precision, absent | spread)
+        super().__init__(module, units, mesh, precision, absent | spread, host=host)
         given_values(units)
         self.seen: list[int] = []  # elements of each gather, in order
         for unit in self.units:
-            exchanges: Any = Exchanges(self.seen, copies)
+            exchanges: Any = Exchanges(self.seen, copies, host and not precision.mixed)
             unit.set_custom_all_gather(exchanges)
             unit.set_custom_reduce_scatter(exchanges)
         with fake, torch.no_grad():
             self.place(mesh.device)
             self.make_slots()
+        for param in self._cut() if host else ():
+            param.register_post_accumulate_grad_hook(_gone)
         for name, param in kept.items():
             path, _, leaf = name.rpartition(".")
             module.get_submodule(path)._parameters[leaf] = param
@@ -157,10 +162,15 @@ class FakeFullShard(FullShard):
     @property
     def held_gradients(self) -> int:
         """Bytes of the shards of gradients, once all are there."""
-        return sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
+        return 0 if self.host else sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
 
     def _cut(self) -> list[DTensor]:
         return [param for param in self.params if isinstance(param, DTensor)]
+
+
+def _gone(param: torch.Tensor) -> None:
+    """Drops a reduced gradient, as its copy to the host does."""
+    param.grad = None
 
 
 def _padded(param: DTensor) -> int:

@@ -338,7 +338,9 @@ class Rehearsal:
             absent = {name for name, _ in model.named_parameters() if name not in params}
             spread = {name for name in params if name in self.experts.experts}
             with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
-                sharded = FakeFullShard(model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo)
+                sharded = FakeFullShard(
+                    model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo, host=cuts.host
+                )
             trace.shard_elements, trace.shard_gradient_bytes = sharded.held_elements, sharded.held_gradients
             trace.rows = sharded.rows
             trace.units = sharded.sizes

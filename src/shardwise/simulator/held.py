@@ -17,7 +17,7 @@ from shardwise.costs.offload import brought, staged
 from shardwise.costs.software import States
 from shardwise.layout import Plan
 from shardwise.layout.flat_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_out, most_elements
-from shardwise.layout.offload import TIERS, in_tier, placements
+from shardwise.layout.offload import TIERS, in_tier, placements, weights_on_host
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Model, StepTrace
 from shardwise.step.owners import choose_owners
@@ -86,7 +86,7 @@ def memory(
 
 def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, float]) -> dict[str, float]:
     """Returns the terms, in bytes, that change where state is offloaded between steps, staging buffers included."""
-    if layout.offload == "none":
+    if layout.offload == "none" or weights_on_host(layout.offload):
         return {}
     on_host = model.batch_on_device
     fractions = {tier: in_tier(layout.offload, "optimizer", tier) for tier in TIERS}
@@ -107,12 +107,17 @@ def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, fl
 
 
 def _weights_elsewhere(trace: StepTrace, layout: Layout, states: States, terms: dict[str, float]) -> dict[str, float]:
-    """Returns the terms, in bytes, that change where shards of weights lie on a disk between gathers."""
+    """Returns the terms, in bytes, that change where shards of weights lie on a disk or the host between gathers."""
+    largest = max([*trace.units, trace.rest], default=0) / layout.shard_ranks * states.held
+    if weights_on_host(layout.offload):
+        waits = layout.replicas > 1 and layout.n_micro * layout.rounds > 1  # for the sum over replicas
+        lies = dict.fromkeys(("weights", "master", "optimizer", "whole weights of the optimizer"), 0.0)
+        on_way = {"weights on their way from the host": brought(layout, terms["master"] or terms["weights"], largest)}
+        return lies | on_way | {"gradients": terms["gradients"] if waits else 0.0}
     fraction = in_tier(layout.offload, "parameters", "disk")
     if not fraction:
         return {}
     name = "master" if states.master else "weights"
-    largest = max([*trace.units, trace.rest], default=0) / layout.shard_ranks * states.held
     return {
         name: terms[name] * (1 - fraction),
         "weights on their way from the disk": brought(layout, terms[name], largest),
@@ -159,8 +164,10 @@ def _peaks(
     temporaries = _temporaries(model, layout, states, updated if owned is None else owned)
     if owned is not None:  # whole gradients, beside what is sent and received, and beside the update
         temporaries = max(owned + temporaries, 2 * owned + updated)
-    out = {
-        "micro-batch": model.peak(layout.micro_batch),
+    out = {"micro-batch": model.peak(layout.micro_batch)}
+    if weights_on_host(layout.offload):
+        return out
+    out |= {
         "optimizer's temporaries": temporaries * (states.master or states.weight) + updated * states.copies,
     }
     if here and layout.sharded.state and not layout.sharded.gradients:

@@ -15,10 +15,11 @@ from shardwise.costs.block import BlockCosts, BlockTimes, Message, host_seconds
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.offload import offloaded, told
+from shardwise.costs.offload import Offloaded, crossing_seconds, offloaded, told, update_bytes
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
 from shardwise.costs.wire import RankGroup, Wire
+from shardwise.layout.offload import weights_on_host
 from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
 
@@ -236,8 +237,21 @@ def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, 
     """Returns a remark on what the forecast of an offloaded optimizer assumes; else {}."""
     if step.layout.offload == "none":
         return {}
-    cost = offloaded(updated(step, parameters), STATES[step.software.states], step.layout, step.cluster)
+    cost = _offloaded(step, updated(step, parameters))
     return {"offload": told(cost, step.cluster)}
+
+
+def _offloaded(step: StepContext, count: float) -> Offloaded:
+    policy = STATES[step.software.states]
+    return offloaded(count, policy, step.layout, step.cluster, update_bytes(policy, fused=step.software.fused_adam))
+
+
+def crossing(step: StepContext, count: float) -> float:
+    """Returns the seconds in which the shards of `count` weights come from the host, or their gradients go; else 0."""
+    if not weights_on_host(step.layout.offload):
+        return 0.0
+    size = count * STATES[step.software.states].held / step.layout.shard_ranks
+    return crossing_seconds(size, step.cluster)
 
 
 def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
@@ -252,11 +266,7 @@ def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
     moved += policy.weight + policy.master if policy.master else 0  # masters read again, for the weights made of them
     zeroed = sum(parameters.values()) * policy.gradient if step.software.accumulates else 0.0
     seconds = step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH) + zeroed, 10)
-    return (
-        offloaded(total, policy, step.layout, step.cluster).beside(seconds)
-        if step.layout.offload != "none"
-        else seconds
-    )
+    return _offloaded(step, total).beside(seconds) if step.layout.offload != "none" else seconds
 
 
 def sharing(step: StepContext, kind: str) -> RankGroup:

@@ -15,7 +15,15 @@ from shardwise.costs.memory import MemoryLedger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 from shardwise.layout.schedule_kinds import KINDS, in_flight
-from shardwise.simulator.parts import GAPS, LayerTimes, StepContext, layer_times, optimizer_seconds, reduction_seconds
+from shardwise.simulator.parts import (
+    GAPS,
+    LayerTimes,
+    StepContext,
+    crossing,
+    layer_times,
+    optimizer_seconds,
+    reduction_seconds,
+)
 from shardwise.simulator.stages import dense_of, stage_layers
 
 
@@ -78,6 +86,7 @@ class Estimator:
             wire = (1 if whole_in_pipeline(self.software, layout) else every) * (
                 layout.sharded.gathers * gather_s + reduce_s
             )
+            wire = max(wire, every * layout.sharded.gathers * crossing(step, sum(parameters.values())))
             seconds = max(seconds, wire) if self.software.prefetch != "none" else seconds + wire
         elif not self.software.overlap_dp:
             seconds += reduce_s + gather_s

@@ -21,6 +21,7 @@ from shardwise.simulator.parts import (
     StageTimes,
     StepContext,
     beside,
+    crossing,
     finished,
     host_basis,
     layer_times,
@@ -121,10 +122,14 @@ def _zero3_ops(step: StepContext, times: LayerTimes, n_micro: int) -> list[Strea
 
 
 class _Unit(NamedTuple):
-    """Seconds to gather a unit's weights; to sum its gradients (of a micro-batch, of the last one)."""
+    """Seconds to gather a unit's weights; to sum its gradients (of a micro-batch, of the last one).
+
+    crosses  those in which its shards come from the host before, and gradients go there after; 0 where they lie here
+    """
 
     gather: float
     scatter: tuple[float, float]
+    crosses: float
 
 
 class _UnitLinks:
@@ -153,7 +158,8 @@ class _UnitLinks:
 
     def of(self, counts: dict[str, float]) -> _Unit:
         """Returns the seconds of a unit with so many parameters of each kind."""
-        return _Unit(self.gather(counts), (self.scatter(counts, False), self.scatter(counts, True)))
+        return _Unit(self.gather(counts), (self.scatter(counts, False), self.scatter(counts, True)),
+                     crossing(self.step, sum(counts.values())))  # fmt: skip
 
     def _by_group(self, counts: dict[str, float]) -> dict[RankGroup, float]:
         by_group: dict[RankGroup, float] = {}
@@ -185,13 +191,13 @@ class _Zero3:
         # without prefetch a gather waits for everything before it
         before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
         self._computed = []
-        root = self._add(f"gather root {micro}", "data", self._root.gather, before)
+        root = self._gather(f"root {micro}", self._root, before)
         last = self._add(f"embedding {micro}", "compute", self._times.first.forward, root)
         for index in range(self._step.shape.layers):
             # at most two units are whole at a time: a gather waits until the one before last has computed
             ahead = self._computed[-2] if len(self._computed) >= 2 else None
             wait = ahead if self._prefetch != "none" else last
-            got = self._add(f"gather {index}", "data", self._unit(index).gather, wait)
+            got = self._gather(f"{index}", self._unit(index), wait)
             last = self._add(f"forward {index}.{micro}", "compute", self._time(index).forward, got, last)
             self._computed.append(last)
         self._last = self._add(f"head {micro}", "compute", self._times.last.seconds, last)
@@ -209,15 +215,24 @@ class _Zero3:
             last = self._add(f"backward {index}.{micro}", "compute", own.backward + own.weight, here, last)
             wait = self._computed[-1] if self._prefetch != "none" else last
             self._computed.append(last)
-            scattered = f"scatter {index}", "data", self._unit(index).scatter[last_micro]
             if self._prefetch != "before":  # one stream: the next gather stands behind these gradients
-                self._add(*scattered, last)
+                self._scatter(f"{index}", self._unit(index), last_micro, last)
             for _ in range(gathers if index else 0):
-                here = self._add(f"gather {index - 1}", "data", self._unit(index - 1).gather, wait)
+                here = self._gather(f"{index - 1}", self._unit(index - 1), wait)
             if self._prefetch == "before":
-                self._add(*scattered, last)
+                self._scatter(f"{index}", self._unit(index), last_micro, last)
         last = self._add(f"embedding backward {micro}", "compute", self._times.first.weight, last)
-        self._add(f"scatter root {micro}", "data", self._root.scatter[last_micro], last)
+        self._scatter(f"root {micro}", self._root, last_micro, last)
+
+    def _gather(self, name: str, unit: _Unit, wait: int | None) -> int:
+        if unit.crosses:
+            wait = self._add(f"shards {name}", "from the host", unit.crosses, wait)
+        return self._add(f"gather {name}", "data", unit.gather, wait)
+
+    def _scatter(self, name: str, unit: _Unit, last_micro: bool, last: int) -> None:
+        summed = self._add(f"scatter {name}", "data", unit.scatter[last_micro], last)
+        if unit.crosses and (last_micro or self._step.layout.replicas == 1):  # else the sum over replicas is to come
+            self._add(f"gradients {name}", "to the host", unit.crosses, summed)
 
     def _add(self, name: str, stream: str, seconds: float, *after: int | None) -> int:
         self.ops.append(StreamOp(name, stream, seconds, [place for place in after if place is not None]))

@@ -15,12 +15,23 @@ from shardwise.costs.block import EAGER, host_seconds
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.offload import Moves, Offloaded, moves, moves_told, offloaded, reads, reads_told, told
+from shardwise.costs.offload import (
+    Moves,
+    Offloaded,
+    crossings,
+    crossings_told,
+    moves,
+    moves_told,
+    offloaded,
+    reads,
+    reads_told,
+    told,
+)
 from shardwise.costs.ops import op_seconds
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
-from shardwise.layout.offload import placements
+from shardwise.layout.offload import placements, weights_on_host
 from shardwise.layout.precisions import PRECISIONS
 from shardwise.simulator.counted import Model, StepTrace
 from shardwise.simulator.forecast import Forecast
@@ -194,7 +205,8 @@ def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float
 def _tiers(model: Model, layout: Layout, cluster: Cluster, states: States) -> Offloaded:
     elements = sum(size * times for size, times in model.small.sizes.items())
     over = layout.shard_ranks if layout.sharded.state else 1
-    return offloaded(elements / over, states, layout, cluster)
+    update = sum(moved for _, moved in model.update.work) * states.held / 4  # it was seen in float32
+    return offloaded(elements / over, states, layout, cluster, update)
 
 
 def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, update_s: float) -> float:
@@ -229,7 +241,12 @@ def _moved(
         costs["activations that move"] = (_moves(ranks, layout, cluster), moves_told)
     if placements(layout.offload, "parameters"):
         elements = max(rank.small.shard_elements or rank.small.parameters / layout.shard_ranks for rank in ranks)
-        costs["weights that are read"] = (reads(elements * states.held, layout, cluster), reads_told)
+        if weights_on_host(layout.offload):
+            gradients = 0 if layout.replicas > 1 and layout.n_micro > 1 else elements  # else once, after the last
+            over = crossings(elements * states.held, gradients * states.held, layout, cluster)
+            costs["weights from the host"] = (over, crossings_told)
+        else:
+            costs["weights that are read"] = (reads(elements * states.held, layout, cluster), reads_told)
     return costs
 
 

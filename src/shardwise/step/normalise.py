@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from shardwise.comm import all_reduce, gather_rows, gathered_together
-from shardwise.device import on_host
+from shardwise.device import by_device, on_host
 from shardwise.errors import RunError
 from shardwise.host import put, read
 from shardwise.parallel.slots import Slot
@@ -98,10 +98,15 @@ def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    held = [gradient for gradient in gradients if gradient.numel()]
-    if not held:  # torch refuses an empty list
-        return torch.zeros((), dtype=torch.float64, device=device)
-    if on_host(device):
+    """Returns the sum on the device; of gradients that lie on the host as one number from there."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for alike in by_device(gradient for gradient in gradients if gradient.numel()):
+        total = total + _squares(alike).to(device, non_blocking=True)
+    return total
+
+
+def _squares(held: list[torch.Tensor]) -> torch.Tensor:
+    if on_host(held[0].device):
         return torch.cat([norms for gradient in held for norms in _norms_of_runs(gradient)]).square().sum()
     return torch.stack(torch._foreach_norm(held)).double().square().sum()
 
@@ -162,7 +167,8 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     flat = _as_summed(state)
     gradients = held_gradients(state) if flat is None else flat
     if gradients and divisor and clip / divisor != 1.0:
-        torch._foreach_mul_(gradients, clip / divisor)
+        for alike in by_device(gradients):
+            torch._foreach_mul_(alike, clip / divisor)
     return result, True
 
 

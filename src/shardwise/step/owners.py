@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis, all_to_all, gathered_alone, gathered_together
+from shardwise.device import CPU, on_host
 from shardwise.parallel.slots import PieceSlots, follow
 from shardwise.part.pairs import as_complex, as_pairs
 
@@ -48,12 +49,15 @@ class OwnedMasters:
         index_of = {name: index for index, name in enumerate(names)}
         self._slot = {index_of[slot.name]: slot for slot in technique.slots}
         self.masters: dict[int, nn.Parameter] = {}
+        # all whole ones lie with the shards, where some of these lie on the host and what is not cut on the device
+        places = [slot.master.device for slot in technique.slots]
+        self._home = next(filter(on_host, places), places[0] if places else CPU)
         wholes = gathered_together(technique.full_parameter(index) for index in range(len(shapes)))
         self._kinds: list[torch.dtype] = []
         for index, (owner, whole) in enumerate(zip(self.owner_of, wholes, strict=True)):
             self._kinds.append(whole.dtype)
             if owner == axis.index:
-                self.masters[index] = nn.Parameter(whole.detach().clone())
+                self.masters[index] = nn.Parameter(whole.detach().to(self._home, copy=True))
 
     def _owned_by(self, rank: int, used: set[int]) -> list[int]:
         # Of used ones alone: others have no gradient, and their weights stay.
@@ -71,14 +75,14 @@ class OwnedMasters:
         return as_complex(numbers.view(*shape, 2)) if self._complex(index) else numbers.view(shape)
 
     def _like(self) -> torch.Tensor:
-        return as_pairs(next(iter(self._slot.values())).master.detach())
+        return as_pairs(next(iter(self._slot.values())).master.detach()).to(self._home)
 
     @torch.no_grad()
     def collect_gradients(self, used: set[int]) -> None:
         """Gather whole gradients of the owned parameters from everybody's pieces. Collective."""
         ranks, me = self.axis.size, self.axis.index
         sent = [
-            as_numbers(self._slot[i].master.grad)
+            as_numbers(self._slot[i].master.grad).to(self._home)
             for rank in range(ranks)
             for i in self._owned_by(rank, used)
             if self._size(i, me)

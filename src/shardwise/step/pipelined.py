@@ -281,7 +281,8 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
         gradient = gathered_alone(technique.full_gradient(index))
         if gradient is None:  # another stage used it: this one adds zeros
             kind = state.precision.master.to_complex() if name in state.pairs else state.precision.master
-            gradient = torch.zeros(shapes[name], dtype=kind, device=state.device)
+            where = slots[name].master.device if name in slots else state.device
+            gradient = torch.zeros(shapes[name], dtype=kind, device=where)
         numbers = _summed(as_pairs(gradient.contiguous()), staged.axis, staged.cut.holders[name], number)
         total = state.outside(name, numbers)
         slot = slots.get(name)

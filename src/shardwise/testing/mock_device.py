@@ -7,6 +7,7 @@ For tests of code that is meant for accelerators, on machines without one. What 
     a copy to or from the host      is counted by `HostReads`, as are values that Python reads
     a draw                          comes from a generator of the device's own
     a collective's result           is NaN until its work is waited for; so is what is being sent
+    a copy to pinned memory         is NaN until its event, or a stream behind it, was waited for
     a type, strides or sizes that   raise
       NCCL does not take
 
@@ -15,8 +16,8 @@ What is computed is computed by the CPU's kernels, so it equals the CPU's to the
 How: a mock tensor is a subclass over the CPU's storage that claims the device, as fake tensors are over meta; torch's
 hooks for devices that are written in Python make factories reach `_compute`. `install` is for the life of a process.
 
-What this does not do: run anything beside the host (streams and events exist and do nothing, work is done when its
-call returns), kernels of compilers, pinned memory.
+What this does not do: run anything beside the host (work is done when its call returns; streams know of copies to the
+host alone: mock_streams), kernels of compilers, factories that pin.
 
 Source: `torch/utils/backend_registration.py`, `torch/_subclasses/fake_tensor.py`.
 """
@@ -35,6 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.recording import waits_for
+from shardwise.testing.mock_streams import TRAFFIC, MockEvent, MockStream, is_pinned, pin, unreadable
 from shardwise.testing.nccl_takes import refuse_as_nccl
 from shardwise.trace.elementwise import is_random
 
@@ -46,59 +48,6 @@ SEEN: set[torch._ops.OpOverload] = set()  # operations that mock tensors met
 _installed: list[Any] = []  # what torch must not find collected
 
 
-class MockEvent:
-    """A point in a stream that is always reached."""
-
-    def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
-        """Takes what torch's events take."""
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing: all work before it is done."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing."""
-
-    def synchronize(self) -> None:
-        """Nothing."""
-
-    def query(self) -> bool:
-        """True: the work is done."""
-        return True
-
-    def elapsed_time(self, other: MockEvent) -> float:
-        """Returns 0.0 milliseconds: work on this device takes no time."""
-        return 0.0
-
-
-class MockStream:
-    """A queue of work that is always empty."""
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        """Takes what torch's streams take."""
-
-    @property
-    def device(self) -> torch.device:
-        """Returns the mock device."""
-        return _device()
-
-    def wait_event(self, event: MockEvent) -> None:
-        """Nothing."""
-
-    def wait_stream(self, stream: MockStream) -> None:
-        """Nothing."""
-
-    def record_event(self, event: MockEvent | None = None) -> MockEvent:
-        """Returns an event, reached already."""
-        return event or MockEvent()
-
-    def synchronize(self) -> None:
-        """Nothing."""
-
-    def query(self) -> bool:
-        """Returns True: work on this device ends before its call returns."""
-        return True
-
-
 class _Module:
     """`torch.mock`: what libraries ask of `torch.cuda`."""
 
@@ -107,7 +56,6 @@ class _Module:
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
-        self._stream = MockStream()
 
     def is_initialized(self) -> bool:
         return True
@@ -137,21 +85,22 @@ class _Module:
         return [torch.float16, torch.bfloat16]
 
     def current_stream(self, device: Any = None) -> MockStream:
-        return self._stream
+        return TRAFFIC.current
 
     def default_stream(self, device: Any = None) -> MockStream:
-        return self._stream
+        return TRAFFIC.own
 
     @contextmanager
     def stream(self, stream: MockStream | None) -> Iterator[None]:
-        before, self._stream = self._stream, stream or self._stream
+        before, TRAFFIC.current = TRAFFIC.current, stream or TRAFFIC.current
         try:
             yield
         finally:
-            self._stream = before
+            TRAFFIC.current = before
 
     def synchronize(self, device: Any = None) -> None:
-        """Nothing: all work is done."""
+        """Wait for all copies to the host."""
+        TRAFFIC.arrive()
 
     def manual_seed(self, seed: int) -> None:
         self.generator.manual_seed(seed)
@@ -196,7 +145,10 @@ def install() -> torch.device:
         _installed.append(kernels)
         dist.Backend.register_backend(NAME, _no_backend, extended_api=True, devices=[NAME])
         torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)
-        torch.accelerator.synchronize = _installed[0].synchronize  # a guard written in Python cannot answer it
+        # what a guard that is written in Python cannot answer
+        torch.accelerator.synchronize = _installed[0].synchronize
+        torch.accelerator.current_stream = _installed[0].current_stream
+        torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin, is_pinned
         FSDPParam.reset_sharded_param = _unless_same(FSDPParam.reset_sharded_param)
     return _device()
 
@@ -344,13 +296,7 @@ def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
         results = func(*tree_map_only(torch.Tensor, copied, bare_args), **kwargs)
         arriving = [pair for pair in staged if any(pair[0] is tensor for tensor in written)]
         for goal, _ in arriving:
-            goal.fill_(
-                torch.nan
-                if goal.is_floating_point() or goal.is_complex()
-                else True
-                if goal.dtype == torch.bool
-                else -1 % 256
-            )
+            unreadable(goal)
     if not isinstance(results, tuple):
         return _Arriving(dist.Work.unbox(results), arriving).boxed()
     *_, work = results
@@ -388,6 +334,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
         return _collective(func, args, bare_args, bare_kwargs)
     with torch.no_grad(), _own_draws(func):
         out = func(*bare_args, **bare_kwargs)
+        _crosses(func, args, kwargs, out)
     for bare, mock in claimed.values():
         if not _alike(bare, mock):
             mock.data = MockTensor(bare)  # resized, or viewed in place
@@ -400,6 +347,34 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
         return tensor if goal.type != NAME or any(tensor is other for other in foreign) else MockTensor(tensor)
 
     return tree_map_only(torch.Tensor, cover, out)
+
+
+def _crosses(func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+    """Let a copy to the host arrive later, where it may; count what crosses the link, and who waits."""
+    stream = TRAFFIC.current
+    if func is aten._local_scalar_dense.default:
+        stream.synchronize()
+    if func is aten._to_copy.default:
+        goal, source, later = out, args[0], kwargs.get("non_blocking", False)
+        pinned = (
+            True  # torch takes pinned memory for a new tensor, and for a tensor on the device by `pin_memory` alone
+        )
+    elif func is aten.copy_.default:
+        goal, source, later = args[0], args[1], len(args) > 2 and args[2]
+        pinned = is_pinned(goal)
+    else:
+        return
+    onto = goal.device.type == NAME or (func is aten._to_copy.default and _goes_to(kwargs) == NAME)
+    if onto != isinstance(source, MockTensor):
+        TRAFFIC.copied("to device" if onto else "to host", source, waits=not (later and (pinned or onto)))
+        if not onto and later and pinned:
+            stream.send(goal)
+        elif not onto:
+            stream.synchronize()
+
+
+def _goes_to(kwargs: dict) -> str:
+    return NAME if kwargs.get("device") is None else torch.device(kwargs["device"]).type
 
 
 def _refuse_both(func: Any, args: tuple, foreign: list[torch.Tensor]) -> None:
