@@ -130,13 +130,13 @@ def memory(state: RankState) -> dict[str, int | None]:
     gradients = [p.grad for p in (*state.module.parameters(), *masters)] + state.technique.gradient_buffers()
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
-    tiers: Counter[str] = Counter()
-    for tier in (state.tier, state.activations, state.shards):
-        tiers.update(tier.held_bytes() if tier is not None else {})
-    return {
+    own = {
         "parameters": storage_bytes(parameters),
         "gradients": storage_bytes(gradients),
         "optimizer": storage_bytes(filter(here, tensors)),
-        "peak": peak_bytes(state.device),
-        **tiers,
     }
+    tiers: Counter[str] = Counter()
+    for tier in (state.tier, state.activations, state.shards):
+        tiers.update(tier.held_bytes() if tier is not None else {})
+    coded = {name: size + tiers.pop(name, 0) for name, size in own.items()}  # what rests by a code is of these
+    return {**coded, "peak": peak_bytes(state.device), **tiers}

@@ -52,10 +52,11 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_sc
             "its own, which a script's loop cannot follow: describe the run as a Task and call "
             "shardwise.parallelize(task, plan).step(batch)"
         )
-    if plan.offload != "none":
+    keys = ("offload", "optimizer_state", "masters")
+    if moves := ", ".join(key for key in keys if getattr(plan, key) != getattr(Plan(), key)):
         raise RefusedPlan(
-            f"plan {plan}: offload in prepare: an optimizer that a script holds, and steps itself, keeps its state "
-            "where the script sees it: leave offload out, or train by shardwise train or parallelize"
+            f"plan {plan}: {moves} in prepare: an optimizer that a script holds, and steps itself, keeps its state "
+            f"where the script sees it: leave {moves} out, or train by shardwise train or parallelize"
         )
     if plan.deterministic:
         raise RefusedPlan(

@@ -15,6 +15,7 @@ from shardwise.costs.block import BlockCosts, BlockTimes, Message, host_seconds
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.narrow import coding_bytes, resting
 from shardwise.costs.offload import offloaded, told
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
@@ -236,7 +237,8 @@ def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, 
     """Returns a remark on what the forecast of an offloaded optimizer assumes; else {}."""
     if step.layout.offload == "none":
         return {}
-    cost = offloaded(updated(step, parameters), STATES[step.software.states], step.layout, step.cluster)
+    states = resting(STATES[step.software.states], step.layout)
+    cost = offloaded(updated(step, parameters), states, step.layout, step.cluster)
     return {"offload": told(cost, step.cluster)}
 
 
@@ -250,10 +252,11 @@ def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
     total = updated(step, parameters)
     moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer
     moved += policy.weight + policy.master if policy.master else 0  # masters read again, for the weights made of them
+    moved += coding_bytes(policy, step.layout)
     zeroed = sum(parameters.values()) * policy.gradient if step.software.accumulates else 0.0
     seconds = step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH) + zeroed, 10)
     return (
-        offloaded(total, policy, step.layout, step.cluster).beside(seconds)
+        offloaded(total, resting(policy, step.layout), step.layout, step.cluster).beside(seconds)
         if step.layout.offload != "none"
         else seconds
     )
