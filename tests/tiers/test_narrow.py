@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.random.hashing import hashed
 from shardwise.tiers import narrow
+from shardwise.tiers.element_draws import draws
 from shardwise.tiers.narrow import BLOCK, BLOCKWISE, CODECS, HALVES, ROUNDED, Draw
 
 
 def drawn(key: int) -> Draw:
-    return lambda first, last: hashed(key, torch.arange(first, last)).double() * 2.0**-53
+    return lambda first, last: draws(key, torch.empty(last, device="meta"), first, last, torch.device("cpu"))
 
 
 def there_and_back(name: str, values: torch.Tensor, draw: Draw | None = None) -> torch.Tensor:

@@ -13,7 +13,6 @@ from torch import nn
 from shardwise import Task, parallelize
 from shardwise.digest import digest
 from shardwise.engine.ema import Ema
-from shardwise.engine.tiers import _places
 from shardwise.errors import RefusedPlan
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
@@ -141,6 +140,36 @@ def test_coded_moments_under_any_layout(
     assert coded[0]["used"] == coded[1]["used"] or "replicate" not in layout
 
 
+class Fading(torch.optim.Optimizer):
+    """SGD that keeps beside each element a number which fades by a thousandth a step."""
+
+    def __init__(self, groups: Any):
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            if not self.state[param]:
+                self.state[param]["kept"] = torch.linspace(1, 2, param.numel()).view(param.shape)
+            self.state[param]["kept"].mul_(0.999)
+            param.sub_(param.grad, alpha=0.01)
+
+
+@pytest.mark.parametrize("code", ["bf16", "8bit"])
+def test_what_fades_slowly_does_not_stand_still(code: str) -> None:
+    """Less in a step than a code can say: each element steps down now and then, and their mean as it should."""
+    torch.set_num_threads(1)
+    task, steps = tasks.decoder().with_(optimizer=Fading), 40
+    engine = parallelize(task, f"optimizer_state={code}")
+    for step in range(steps):
+        engine.step(task.batch(step))
+    (kept,) = (kept["kept"] for name, kept in engine.full_optimizer_state() if name == "embedding.weight")
+    exact = torch.linspace(1, 2, kept.numel()).view(kept.shape) * 0.999**steps
+    assert float((kept / exact).mean()) == pytest.approx(1, abs=2e-3)
+    still = (kept.flatten() > exact.flatten() * 0.999 ** -(steps - 6)).float().mean()
+    assert still < 0.02, f"{still:.0%} stand where they began"
+
+
 def test_a_tier_holds_coded_bytes_and_the_same_values() -> None:
     here, there = (ran("decoder", f"optimizer_state=8bit{end}") for end in ("", ",offload=optimizer:disk"))
     assert same(here, there) and there["held"]["disk"] < 1.5 * here["held"]["optimizer"]
@@ -179,13 +208,6 @@ def test_a_master_keeps_its_gradient_and_its_object() -> None:
     assert torch.equal(weight[5:16], torch.full((11,), 1 / 3).to(torch.bfloat16))
     resting.wake(master, rest.take())
     assert isinstance(master, nn.Parameter) and master.requires_grad and master.grad is not None
-
-
-def test_places_are_those_of_the_whole() -> None:
-    whole = torch.arange(6 * 8).view(6, 8)
-    for view in (whole, whole[2:4], whole[:, 3:7], whole.view(-1)[5:29]):
-        of_meta = torch.empty(6, 8, device="meta").as_strided(view.shape, view.stride(), view.storage_offset())
-        assert torch.equal(_places(of_meta, 1, view.numel() - 1, torch.device("cpu")), view.reshape(-1)[1:-1])
 
 
 def test_an_average_changes_places_with_split_masters() -> None:

@@ -6,7 +6,6 @@ Then a copy of it takes a step on zeros for each kind of parameter, which tells 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from weakref import proxy
@@ -18,7 +17,6 @@ from shardwise.device import on_host
 from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
 from shardwise.layout.offload import Placement, placements
-from shardwise.random.hashing import hashed, mix
 from shardwise.step.optimizer_modes import has_mode
 from shardwise.step.state import RankState
 from shardwise.tiers import (
@@ -32,6 +30,7 @@ from shardwise.tiers import (
     StateTiers,
     Subgroup,
     Unit,
+    element_draws,
     kept_for,
     places,
 )
@@ -88,10 +87,7 @@ def _staying(unit: Unit) -> Unit:
 
 
 def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
-    """Returns a function from a parameter and a path of its state to this step's draws for its elements.
-
-    By an element's index in the whole parameter (a share of tp or ep), so that all who hold it draw alike.
-    """
+    """Returns a function from a parameter and a path of its state to this step's draws for its elements."""
     state = proxy(state)
     index_of = {name: index for index, name in enumerate(state.names)}
     select = getattr(state.technique, "select", None)
@@ -105,26 +101,11 @@ def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
         where[id(master)] = name, whole if select is None else select(index_of[name], whole, state.mesh.shard.index)
 
     def draws(param: nn.Parameter, path: Path) -> Draw:
-        name, view = where[id(param)]
-        text = hashlib.blake2b(f"{name}/{path}".encode(), digest_size=8).digest()
-        key = mix(mix(state.seed % 2**64) ^ int.from_bytes(text, "big") ^ mix(state.steps_done))
-
-        def draw(first: int, last: int) -> torch.Tensor:
-            return hashed(key, _places(view, first, last, param.device)).double() * 2.0**-53
-
-        return draw
+        name, piece = where[id(param)]
+        key = element_draws.key_of(state.seed, f"{name}/{path}", state.steps_done)
+        return lambda first, last: element_draws.draws(key, piece, first, last, param.device)
 
     return draws
-
-
-def _places(view: torch.Tensor, first: int, last: int, device: torch.device) -> torch.Tensor:
-    """Returns where elements [first, last) of a view, in its own order, lie in the memory that it is of."""
-    number = torch.arange(first, last, dtype=torch.int64, device=device)
-    place = torch.full_like(number, view.storage_offset())
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        place += number % size * stride
-        number = number // size
-    return place
 
 
 def _refuse(state: RankState, placed: Sequence[Placement]) -> None:

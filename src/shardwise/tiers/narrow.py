@@ -9,8 +9,8 @@
 A lower half of exactly 0x8000 is a tie: w is the even one of both neighbours, which does not say from which side it was
 reached. One bit of each element does, so that a master comes back to the bit.
 
-Draws are by the element's index in the whole parameter, its name and the step (`random/hashing`): replicas round alike,
-and so do pieces of whatever size. What is rounded already is not moved by being rounded again.
+Draws are by the element's index in the whole parameter, its name and the step (element_draws.py): replicas round
+alike, and so do pieces of whatever size. What is rounded already is not moved by being rounded again.
 
 A positive number never becomes 0 where all of a block are: an update that divides by its root would be one over eps.
 
@@ -36,7 +36,7 @@ VALUES, MIDDLE = 255, 127  # of a code; where 0 is among those with a sign
 ONE = 0x3F80  # the upper half of 1
 TIE = 0x8000
 
-Draw = Callable[[int, int], torch.Tensor]  # (first, last) -> a number in [0, 1) for each of these elements, float64
+Draw = Callable[[int, int], torch.Tensor]  # (first, last) -> 16 random bits for each of these elements, int32
 
 
 class Codec(Protocol):
@@ -67,7 +67,7 @@ class Rounded:
             part = flat[first:last]
             nearest = part.to(torch.bfloat16)
             if draw is not None:
-                bits = part.contiguous().view(torch.int32) + (draw(first, last) * 2**16).to(torch.int32)
+                bits = part.contiguous().view(torch.int32) + draw(first, last)
                 drawn = (bits >> 16).to(torch.int16).view(torch.bfloat16)
                 nearest = torch.where(part.isfinite(), drawn, nearest)  # else a NaN's bits might overflow
             halves[first:last] = nearest
@@ -98,7 +98,7 @@ class Blockwise:
             below = lower[half + (signed * (ONE + 1)).unsqueeze(1)]
             below += (parts >= sizes[below + 1]) & (sizes[below + 1] < 1)
             low, high = sizes[below], sizes[below + 1]
-            up = 0.5 if draw is None else 1 - _rows(draw(first, last).to(parts.dtype))
+            up = 0.5 if draw is None else 1 - _rows(draw(first, last)) * 2.0**-16
             above = (parts - low) / (high - low) >= up
             above |= (below == 0) & (parts > 0)
             which = below + above
