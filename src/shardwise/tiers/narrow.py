@@ -29,8 +29,11 @@ from typing import Protocol
 
 import torch
 
+from shardwise.device import on_host
+
 BLOCK = 256  # elements that share a scale
-CHUNK = 1 << 20  # elements at once: what a code computes with is wider than what comes of it
+# elements at once: what a code computes with is wider than what comes of it; a processor's is to fit its cache
+CHUNK, CHUNK_OF_DEVICE = 1 << 18, 1 << 21
 DECADES = 7
 VALUES, MIDDLE = 255, 127  # of a code; where 0 is among those with a sign
 ONE = 0x3F80  # the upper half of 1
@@ -63,7 +66,7 @@ class Rounded:
     def put(self, flat: torch.Tensor, memory: torch.Tensor, draw: Draw | None) -> None:
         """Write float32 elements (n), each to one of its two neighbours."""
         halves = memory[: 2 * flat.numel()].view(torch.bfloat16)
-        for first, last in _spans(flat.numel()):
+        for first, last in _spans(flat):
             part = flat[first:last]
             nearest = part.to(torch.bfloat16)
             if draw is not None:
@@ -87,8 +90,8 @@ class Blockwise:
     def put(self, flat: torch.Tensor, memory: torch.Tensor, draw: Draw | None) -> None:
         """Write elements (n), each to the code above or below its size."""
         scales, codes = _parts(memory, flat.numel())
-        sizes, lower = _sizes(flat.device), _lower(flat.device)
-        for first, last in _spans(flat.numel()):
+        sizes, lower, _ = _tables(flat.device)
+        for first, last in _spans(flat):
             rows = _rows(flat[first:last].float())
             largest, signed = rows.abs().amax(1), (rows < 0).any(1)
             scales[first // BLOCK : _blocks(last)] = torch.where(signed, largest, -largest)
@@ -109,8 +112,8 @@ class Blockwise:
     def take(self, memory: torch.Tensor, out: torch.Tensor) -> None:
         """Read elements into `out` (n)."""
         scales, codes = _parts(memory, out.numel())
-        values = torch.cat([table(signed, out.device) for signed in (False, True)])
-        for first, last in _spans(out.numel()):
+        _, _, values = _tables(out.device)
+        for first, last in _spans(out):
             of_blocks = scales[first // BLOCK : _blocks(last)].unsqueeze(1)
             which = _rows(codes[first:last]).int() + VALUES * (~of_blocks.signbit())
             out[first:last] = (values[which] * of_blocks.abs()).view(-1)[: last - first]
@@ -126,7 +129,7 @@ class Halves:
     def put(self, masters: torch.Tensor, memory: torch.Tensor) -> None:
         """Write what their weights, rounded to the nearest, will not say. masters: (n) float32."""
         lower, ties = _halves(memory, masters.numel())
-        for first, last in _spans(masters.numel()):
+        for first, last in _spans(masters):
             bits = masters[first:last].contiguous().view(torch.int32)
             lower[first:last] = bits.to(torch.int16)
             odd = ((bits & 0xFFFF) == TIE) & ((bits >> 16) & 1).bool()
@@ -136,7 +139,7 @@ class Halves:
     def take(self, memory: torch.Tensor, count: int, weights: torch.Tensor, out: torch.Tensor, start: int = 0) -> None:
         """Read the masters of bf16 `weights` (n) into `out` (n): of `count` that were put, those from `start` on."""
         lower, ties = _halves(memory, count)
-        for first, last in _spans(out.numel()):
+        for first, last in _spans(out):
             low = lower[start + first : start + last].to(torch.int32) & 0xFFFF
             begin = (start + first) // 8
             packed = ties[begin : -(-(start + last) // 8)].unsqueeze(1) >> _places(out.device)
@@ -160,28 +163,25 @@ def sizes(signed: bool) -> torch.Tensor:
     return torch.cat(values).float()
 
 
-@cache
-def table(signed: bool, device: torch.device) -> torch.Tensor:
+def table(signed: bool) -> torch.Tensor:
     """Returns the value of each code."""
     above = sizes(signed)
-    return (torch.cat([-above.flip(0)[:-1], above]) if signed else above).to(device)
+    return torch.cat([-above.flip(0)[:-1], above]) if signed else above
 
 
 @cache
-def _sizes(device: torch.device) -> torch.Tensor:
-    """Returns the sizes of blocks without a negative element, and behind them those of others."""
-    return torch.cat([sizes(signed=False), sizes(signed=True)]).to(device)
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (sizes, places, values): each of blocks without a negative element, and behind these those of others.
 
-
-@cache
-def _lower(device: torch.device) -> torch.Tensor:
-    """Returns for each upper half of a float32, up to that of 1, the place in `_sizes` of the largest one not above it.
-
-    Those of 1 are left out: each has one above it. First for blocks without a negative element, then for others.
+    places  for each upper half of a float32 up to that of 1, where the largest size lies that is not above it; of 1
+            itself the one before, since each has one above it
     """
     numbers = (torch.arange(ONE + 1, dtype=torch.int32) << 16).view(torch.float32)
-    places = [torch.searchsorted(sizes(signed)[:-1], numbers, right=True) - 1 for signed in (False, True)]
-    return torch.cat([places[0], places[1] + VALUES]).to(device, torch.int32)
+    both = [sizes(signed) for signed in (False, True)]
+    places = [torch.searchsorted(ascending[:-1], numbers, right=True) - 1 for ascending in both]
+    lower = torch.cat([places[0], places[1] + VALUES]).int()
+    values = torch.cat([table(signed) for signed in (False, True)])
+    return torch.cat(both).to(device), lower.to(device), values.to(device)
 
 
 def _rows(flat: torch.Tensor) -> torch.Tensor:
@@ -207,5 +207,6 @@ def _blocks(count: int) -> int:
     return -(-count // BLOCK)
 
 
-def _spans(count: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(first + CHUNK, count)) for first in range(0, count, CHUNK))
+def _spans(flat: torch.Tensor) -> Iterator[tuple[int, int]]:
+    count, chunk = flat.numel(), CHUNK if on_host(flat.device) else CHUNK_OF_DEVICE
+    return ((first, min(first + chunk, count)) for first in range(0, count, chunk))

@@ -119,7 +119,7 @@ class StateTiers:
 
     def _rest(self, group: Subgroup, entry: Entry) -> None:
         tensor = self._tensor(entry)
-        if tensor is None or _lies_in(tensor, group.rest):
+        if tensor is None or _rests(entry, tensor, group):
             return
         if entry.spec.codec is not None:
             rest = self._rest_of(entry, group.rest)
@@ -132,7 +132,7 @@ class StateTiers:
 
     def rests(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a tier now."""
-        return any(_lies_in(tensor, group.rest) for _, group in self.groups)
+        return isinstance(tensor, Resting) or any(_lies_in(tensor, group.rest) for _, group in self.groups)
 
     def held_bytes(self) -> dict[str, int]:
         """Returns the bytes of state and masters that each place has room for, by the place's name.
@@ -158,7 +158,7 @@ class StateTiers:
     def _fetch(self, place: Place, group: Subgroup) -> None:
         for entry in group.entries:
             tensor = self._tensor(entry)
-            entry.rested = tensor is not None and _lies_in(tensor, group.rest)
+            entry.rested = tensor is not None and _rests(entry, tensor, group)
         if any(entry.rested for entry in group.entries):
             place.fetch(group)
         if self.shards is not None:
@@ -292,8 +292,11 @@ def _view(master: torch.Tensor, spec: Spec, offset: int) -> torch.Tensor:
     return spec.within(master.detach().view(-1).view(torch.uint8), offset)
 
 
+def _rests(entry: Entry, tensor: torch.Tensor, group: Subgroup) -> bool:
+    return _lies_in(tensor, group.rest) if entry.spec.codec is None else isinstance(tensor, Resting)
+
+
 def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    tensor = tensor.rest.memory if isinstance(tensor, Resting) else tensor
     start = memory.data_ptr()
     return start <= tensor.data_ptr() < start + memory.numel() * memory.element_size() and memory.numel() > 0
 

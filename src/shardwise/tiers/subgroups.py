@@ -75,8 +75,10 @@ class Spec:
 
 def spec_of(tensor: torch.Tensor) -> Spec | None:
     """Returns what a tensor's memory is like; None for one that stays where it is: one number, or not dense."""
-    ours = type(tensor) in (torch.Tensor, nn.Parameter, Resting)
-    if not ours or tensor.layout is not torch.strided or tensor.numel() <= 1:
+    ours = (torch.Tensor, nn.Parameter, Resting)
+    # else an accelerator may have a class of its own
+    plain = type(tensor) in ours or type(tensor) is type(torch.empty(0, device=tensor.device))
+    if not plain or tensor.layout is not torch.strided or tensor.numel() <= 1:
         return None
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
