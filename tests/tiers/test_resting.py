@@ -13,9 +13,12 @@ from torch import nn
 from shardwise import Task, parallelize
 from shardwise.digest import digest
 from shardwise.engine.ema import Ema
+from shardwise.engine.load_weights import load_state_dict
 from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
+from shardwise.scripts.start import check_given
 from shardwise.tiers import Resting, resting, subgroups
 from shardwise.tiers.narrow import HALVES, ROUNDED
 
@@ -225,6 +228,27 @@ def test_an_average_changes_places_with_split_masters() -> None:
     assert plain == split
 
 
+def loaded(plan: str) -> Bits:
+    """Take a step, load other weights, take another."""
+    torch.set_num_threads(1)
+    task = tasks.mlp()
+    engine = parallelize(task, plan)
+    engine.step(task.batch(0))
+    weights = {name: torch.full_like(value, 1 / 3) for name, value in engine.state_dict().items()}
+    with torch.no_grad():
+        load_state_dict(engine.state, weights, strict=True)
+    engine.technique.publish()
+    out: Bits = {"losses": [engine.step(task.batch(1)).loss]}
+    out["weights"] = {key: digest(value) for key, value in engine.full_parameters()}
+    return out
+
+
+def test_weights_that_are_loaded_are_split(pool: RankPool) -> None:
+    for layout in ("dp_replicate=2", "dp_shard=2,zero=1"):
+        plain, split = (pool.run(loaded, 2, f"{layout},precision=bf16{end}") for end in ("", ",masters=split"))
+        assert plain == split
+
+
 # --- what is refused
 
 
@@ -243,6 +267,13 @@ REFUSED = [
 def test_what_would_not_be_right_or_change_nothing_is_refused(plan: str, optimizer: Any, message: str) -> None:
     with pytest.raises(RefusedPlan, match=message):
         parallelize(tasks.mlp().with_(optimizer=optimizer), plan)
+
+
+@pytest.mark.parametrize("plan", ["optimizer_state=8bit", "precision=bf16,masters=split"])
+def test_a_script_is_told_to_leave_it_out(plan: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RefusedPlan, match=f"{plan.rpartition(',')[2].split('=')[0]} in prepare: an optimizer that a"):
+        check_given(model, torch.optim.AdamW(model.parameters()), Plan.parse(plan), "global", "sample")
 
 
 def every_pair() -> list[tuple[str, str]]:
