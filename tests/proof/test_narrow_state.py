@@ -24,6 +24,11 @@ def test_what_an_optimizer_cannot_bear_is_refused_by_a_proof(pool: RankPool) -> 
     assert parity.refused is not None and "Adafactor updates whole tensors on their owners" in parity.refused
 
 
+def test_a_rank_without_coded_state_meets_one_that_has_some(pool: RankPool) -> None:
+    """Owners of whole tensors: one has matrices alone, whose state is rows and columns."""
+    assert verify("mutations.tasks:adafactor", "dp_shard=2,zero=1,optimizer_state=bf16", pool=pool).parity
+
+
 def test_variants_are_run_once_each() -> None:
     assert [str(plan) for plan in variants(Plan.parse("optimizer_state=bf16"))] == ["single", "optimizer_state=bf16"]
     assert len(variants(Plan.parse("precision=bf16,masters=split"))) == 2

@@ -13,6 +13,7 @@ from weakref import proxy
 import torch
 from torch import nn
 
+from shardwise.comm import gather_json
 from shardwise.device import on_host
 from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
@@ -50,6 +51,8 @@ def make_tier(state: RankState) -> StateTiers | None:
     _refuse(state, placed)
     with torch.random.fork_rng(devices=[]):
         units = _units(state, kept=bool(placed) or state.plan.optimizer_state != "full")
+    if placed or narrow:  # what the plan says, so that all ranks come to it
+        _refuse_nothing(state, units)
     placed_groups: list[tuple[Place, list[Subgroup]]] = []
     dealt = rules.dealt(units, placed)
     for placement, part in zip(placed, dealt, strict=True):
@@ -142,20 +145,23 @@ def _refuse_split(state: RankState, placed: Sequence[Placement]) -> None:
 
 
 def _refuse_nothing(state: RankState, units: Sequence[Unit]) -> None:
-    """Raise `RefusedPlan` where a key of the plan would change nothing."""
+    """Raise `RefusedPlan` where a key of the plan would change nothing on any rank. Collective."""
     name, plan = type(state.optimizer).__name__, state.plan
-    specs = [spec for unit in units for spec in unit.specs]
-    if placements(plan.offload, "optimizer") and not specs:
+    codecs = [spec.codec for unit in units for spec in unit.specs]
+    mine = [bool(codecs), any(codec not in (None, HALVES) for codec in codecs), HALVES in codecs]
+    # a rank that owns matrices alone may have nothing to be coded, where another has
+    moves, coded, split = map(any, zip(*gather_json(mine, state.mesh.world, state.device), strict=True))
+    if placements(plan.offload, "optimizer") and not moves:
         raise RefusedPlan(
             f"offload={plan.offload}: {name} keeps no state beside the weights that could lie elsewhere (SGD without "
             "momentum): leave optimizer out of offload"
         )
-    if plan.optimizer_state != "full" and not any(spec.codec not in (None, HALVES) for spec in specs):
+    if plan.optimizer_state != "full" and not coded:
         raise RefusedPlan(
             f"optimizer_state={plan.optimizer_state}: {name} keeps no real tensor of a weight's shape, wider than "
             "that, beside it (SGD without momentum): leave optimizer_state out"
         )
-    if plan.masters == "split" and not any(spec.codec is HALVES for spec in specs):
+    if plan.masters == "split" and not split:
         raise RefusedPlan("masters=split: no weight has a master in float32 beside it in bf16: leave masters out")
 
 
@@ -206,7 +212,6 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
             unit.states.append(states_by_kind[kind])
             if state.shards is not None and state.shards.holds(param):
                 unit.weights += param.numel() * param.element_size()
-    _refuse_nothing(state, units)
     return units
 
 
