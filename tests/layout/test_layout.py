@@ -33,6 +33,7 @@ ANY_PLAN = st.builds(
     cp_ulysses=degree, ep=degree, domain=st.lists(degree, min_size=1, max_size=3).map(tuple),
     precision=st.sampled_from(list(PRECISIONS)), reduce_dtype=st.sampled_from(CHOICES["reduce_dtype"]),
     remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
+    optimizer_state=st.sampled_from(CHOICES["optimizer_state"]), masters=st.sampled_from(CHOICES["masters"]),
     wrap=PATTERNS.map(tuple), deterministic=st.sampled_from([0, 1, 12, 24]),
 ) | st.builds(Plan, pp=degree, schedule=st.sampled_from(["none", *SCHEDULES]), stages_per_rank=degree)  # fmt: skip
 SMALL_GRID = st.builds(
@@ -325,6 +326,13 @@ def test_buckets_hold_every_element_once(sizes: list[int], cap: int, ranks: int,
 
 
 TRIGGERS: dict[str, list[str]] = {
+    "optimizer_state with precision = fp64, or bf16 with precision = bf16-full": [
+        "precision=fp64,optimizer_state=8bit",
+        "precision=bf16-full,optimizer_state=bf16",
+    ],
+    "optimizer_state = 8bit with deterministic and zero": ["dp_shard=2,deterministic=true,optimizer_state=8bit"],
+    "masters = split without precision = bf16": ["masters=split", "masters=split,precision=fp16"],
+    "masters = split with zero = 3": ["dp_shard=2,precision=bf16,masters=split"],
     "compile with tp > 1, cp, cp_ulysses or domain, and remat = selective": [
         "cp=2,compile=true,remat=selective",
         "tp=2,compile=true,remat=selective",

@@ -95,6 +95,8 @@ CASES = [
     ("mlp_frozen_unused", "dp_replicate=2,accumulate=2", ROW, {}),
     ("decoder_dropout", "dp_replicate=2,remat=selective", ROW, {}),
     ("mlp", "dp_replicate=2,precision=bf16", ROW, {}),
+    ("mlp", "dp_replicate=2,precision=bf16,masters=split,optimizer_state=8bit", ROW, {}),
+    ("mlp", "dp_shard=2,zero=3,optimizer_state=bf16", ROW, {}),
     ("unet_batchnorm", "dp_replicate=2", ROW, {}),
     ("mlp_frozen_unused", "dp_shard=2,zero=1", ROW, {}),
     ("mlp", "dp_shard=2,zero=2,accumulate=2", ROW, {}),
@@ -117,6 +119,8 @@ MORE = [
     ("sequence_tasks:windowed", "cp=2"), ("sequence_tasks:encoder", "cp=2"), ("sequence_tasks:decoder", "cp=2,tp=2"),
     ("domain_tasks:resnet", "domain=2"), ("domain_tasks:vit", "domain=2"), ("domain_tasks:unet_batch", "domain=2"),
     ("hf_llama", "tp=2"), ("hf_llama", "dp_shard=2,zero=3"), ("mlp", "dp_replicate=2,precision=fp16"),
+    ("mlp", "dp_shard=2,zero=1,precision=bf16,masters=split,optimizer_state=8bit"),
+    ("mlp", "dp_replicate=2,optimizer_state=8bit,offload=optimizer:disk"),
 ]  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.engine.weights_file import DTYPES
 from shardwise.errors import InputError, RunError
+from shardwise.tiers import Resting
 
 MOST = 3  # names told of each kind of difference
 
@@ -248,11 +249,12 @@ def tensor_of(stored: Stored, key: str, piece: Piece) -> torch.Tensor:
 def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
     """Read the elements of a piece into a tensor: straight into its memory where that has the same layout and dtype."""
     dtype = DTYPES[stored.tensors[key].dtype]
-    if place.is_cpu and place.is_contiguous() and place.dtype == dtype and place.numel() == piece.count:
+    own = not isinstance(place, Resting)
+    if own and place.is_cpu and place.is_contiguous() and place.dtype == dtype and place.numel() == piece.count:
         bits = place.detach().view(-1).view(torch.uint8).numpy()
         stored.read(key, piece, bits.view(ITEMS[place.element_size()]))
     else:
-        place.detach().copy_(tensor_of(stored, key, piece).view(place.shape))
+        place.copy_(tensor_of(stored, key, piece).view(place.shape))
 
 
 # --- weights alone

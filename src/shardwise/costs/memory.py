@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from shardwise.costs.block import whole_in_pipeline
 from shardwise.costs.layout import Layout
+from shardwise.costs.narrow import decoded, resting
 from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
@@ -24,7 +25,7 @@ from shardwise.layout.offload import TIERS, in_tier, weights_on_host
 
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
-COPIES = "gradients copied for the optimizer"
+COPIES = "copies for the optimizer"  # of gradients, and of state that rests by a code
 WRITTEN_SCORES = 2**26  # of a ring's block that this package writes at a time (parallel/sequence/block_attention)
 
 
@@ -84,7 +85,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
     With them the gradients' copies, which live while the optimizer runs. Experts are sharded over the data ranks that
     hold the same ones. State that is offloaded is not on the rank.
     """
-    policy, stage = STATES[precision or software.states], layout.sharded
+    policy, stage = resting(STATES[precision or software.states], layout), layout.sharded
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
     for kind, count in parameters.items():
         ranks = float(layout.shard_ranks) if stage.state else 1.0
@@ -212,7 +213,10 @@ def rank_memory(
     """
     parameters = stage_parameters(shape, layout, layers, first=first, last=last, dense=dense)
     terms = states(parameters, layout, software, precision)
-    copies = terms.pop(COPIES)
+    full = STATES[precision or software.states]
+    over = layout.shard_ranks if layout.sharded.state else 1
+    largest = max(shape.vocab * (first or last), shape.ffn) * shape.hidden / layout.tp / over
+    copies = terms.pop(COPIES) + decoded(full, layout, sum(parameters.values()) / over, largest)
     like_all = layers - dense + (shape.ahead if last else 0)
     kept = _of_layer(shape, layout, software)[0] * like_all
     if dense:

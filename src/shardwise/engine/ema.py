@@ -64,7 +64,7 @@ class Ema:
     def _swap(self) -> None:
         for master, average in zip(self._masters, self._averages, strict=True):
             kept = master.detach().clone()
-            master.detach().copy_(average)
+            master.copy_(average)
             average.copy_(kept)
         # Under zero=1 and 2 and in mixed precision the module computes with copies of the masters.
         self.technique.publish()

@@ -6,12 +6,14 @@ Then a copy of it takes a step on zeros for each kind of parameter, which tells 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from weakref import proxy
 
 import torch
 from torch import nn
 
+from shardwise.comm import gather_json
 from shardwise.device import on_host
 from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
@@ -19,8 +21,23 @@ from shardwise.layout.offload import Placement, placements, weights_on_host
 from shardwise.step.optimizer_modes import has_mode
 from shardwise.step.state import RankState
 from shardwise.step.task_optimizer import OptimizerFn
-from shardwise.tiers import HostMemory, Place, StateFile, StateTiers, Subgroup, Unit, kept_for, places
+from shardwise.tiers import (
+    CODECS,
+    HALVES,
+    DeviceMemory,
+    Draw,
+    HostMemory,
+    Place,
+    StateFile,
+    StateTiers,
+    Subgroup,
+    Unit,
+    element_draws,
+    kept_for,
+    places,
+)
 from shardwise.tiers import subgroups as rules
+from shardwise.tiers.subgroups import Path, Spec
 
 
 def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | None:
@@ -30,17 +47,15 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
     Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
     """
     state.notices += _op_by_op(state)
-    placed = _moving(state)
-    if not placed and (state.shards is None or state.owners is not None):  # owners update whole tensors, in memory
+    placed, narrow = _moving(state), _narrow(state)
+    # owners update whole tensors, in memory
+    if not placed and not narrow and (state.shards is None or state.owners is not None):
         return None
     _refuse(state, placed, makes)
     with torch.random.fork_rng(devices=[]):
-        units = _units(state, kept=bool(placed))
-    if placed and not any(unit.size for unit in units):
-        raise RefusedPlan(
-            f"offload={state.plan.offload}: {type(state.optimizer).__name__} keeps no state beside the weights that "
-            "could lie elsewhere (SGD without momentum): leave optimizer out of offload"
-        )
+        units = _units(state, kept=bool(placed) or state.plan.optimizer_state != "full")
+    if placed or narrow:  # what the plan says, so that all ranks come to it
+        _refuse_nothing(state, units)
     placed_groups: list[tuple[Place, list[Subgroup]]] = []
     dealt = rules.dealt(units, placed)
     for placement, part in zip(placed, dealt, strict=True):
@@ -49,17 +64,18 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
             placed_groups.append((_place(placement, groups, state), groups))
         else:
             state.notices.append(_nothing_moves(placement, units, state))
-    # whose state stays steps by sub-groups too, so that few of the weights are here at once
-    stays = [unit.without_state() for unit in units[sum(map(len, dealt)) :] if unit.weights]
-    if stays:
-        placed_groups.append((Place(), rules.grouped(stays)))
+    left = units[sum(map(len, dealt)) :]
+    # whose state stays steps by sub-groups too, where it is coded or few of the weights are here at once
+    if stays := [unit for unit in map(_staying, left) if unit.size or unit.weights]:
+        groups = rules.grouped(stays)
+        placed_groups.append((DeviceMemory(groups, state.device) if narrow else Place(), groups))
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
     rounds = state.owners is None
     # no cycle: an engine that is dropped gives the file's room back at once
     technique = proxy(state.technique)
     return StateTiers(
         state.optimizer, placed_groups, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds,
-        shards=state.shards,
+        shards=state.shards, draws=_draws(state) if state.plan.optimizer_state != "full" else None,
     )  # fmt: skip
 
 
@@ -80,8 +96,43 @@ def _moving(state: RankState) -> tuple[Placement, ...]:
     return tuple(placement for placement in placed if not (beside and placement.tier == "host"))
 
 
+def _narrow(state: RankState) -> str:
+    """Returns what a plan says of state that rests in fewer bytes: its keys and values; "" where it says nothing."""
+    keys = ("optimizer_state", "masters")
+    return ",".join(f"{key}={getattr(state.plan, key)}" for key in keys if getattr(state.plan, key) != "full")
+
+
+def _staying(unit: Unit) -> Unit:
+    """Returns a unit that stays on the device: of its state, what rests by a code."""
+    states = [{path: spec for path, spec in state.items() if spec.codec is not None} for state in unit.states]
+    coded = unit.master is not None and unit.master.codec is not None
+    return replace(unit, states=states, master=unit.master if coded else None, wide=unit.wide if coded else None)
+
+
+def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
+    """Returns a function from a parameter and a path of its state to this step's draws for its elements."""
+    state = proxy(state)
+    index_of = {name: index for index, name in enumerate(state.names)}
+    select = getattr(state.technique, "select", None)
+    held = [(slot.name, slot.master, slot.shape) for slot in state.technique.slots]
+    if state.owners is not None:
+        held = [(state.names[index], master, master.shape) for index, master in state.owners.masters.items()]
+        select = None
+    where: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, master, shape in held:
+        whole = torch.empty(shape, device="meta")
+        where[id(master)] = name, whole if select is None else select(index_of[name], whole, state.mesh.shard.index)
+
+    def draws(param: nn.Parameter, path: Path) -> Draw:
+        name, piece = where[id(param)]
+        key = element_draws.key_of(state.seed, f"{name}/{path}", state.steps_done)
+        return lambda first, last: element_draws.draws(key, piece, first, last, param.device)
+
+    return draws
+
+
 def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[OptimizerFn]) -> None:
-    text = f"offload={state.plan.offload}"
+    text = ",".join(filter(None, [f"offload={state.plan.offload}" if placed or state.shards else "", _narrow(state)]))
     if not places.gains(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
     if has_mode(state.optimizer) and not on_host(state.device):
@@ -89,6 +140,12 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
             f"{text}: {type(state.optimizer).__name__} is switched between training and evaluation, which changes "
             "weights by state that would lie elsewhere: leave optimizer out of offload"
         )
+    if _narrow(state) and weights_on_host(state.plan.offload):
+        raise RefusedPlan(
+            f"{text}: state lies beside weights on the host, where codes were not tried: leave {_narrow(state)} out"
+        )
+    if state.plan.masters == "split":
+        _refuse_split(state, placed)
     slots = state.technique.slots
     shapes, numbers = [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]
     alike = not state.needs_closure and all(same_by_subgroups(make, shapes, numbers) for make in makes)
@@ -96,8 +153,44 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
         raise RefusedPlan(
             f"{text}: the optimizer would step by sub-groups of parameters, and on a trial "
             f"{type(state.optimizer).__name__} does not give the same bits so (the update of one tensor depends on "
-            "others, or it counts its own calls): leave offload out, or use an optimizer that treats tensors one by one"
+            f"others, or it counts its own calls): leave {text.split('=')[0]} out, or use an optimizer that treats "
+            "tensors one by one"
         )
+
+
+def _refuse_split(state: RankState, placed: Sequence[Placement]) -> None:
+    if state.owners is not None:
+        why = f"{type(state.optimizer).__name__} updates whole tensors on their owners, beside all ranks' pieces"
+    elif state.written:
+        why = "the forward writes into weights, each of which would be half of a master"
+    elif has_mode(state.optimizer):
+        why = f"{type(state.optimizer).__name__} has weights of its own for evaluation, written past its steps"
+    elif placed and not on_host(state.device):
+        why = "with offload=optimizer masters lie on this device and the rest of the state does not, one sub-group each"
+    else:
+        return
+    raise RefusedPlan(f"masters=split: {why}: leave masters out")
+
+
+def _refuse_nothing(state: RankState, units: Sequence[Unit]) -> None:
+    """Raise `RefusedPlan` where a key of the plan would change nothing on any rank. Collective."""
+    name, plan = type(state.optimizer).__name__, state.plan
+    codecs = [spec.codec for unit in units for spec in unit.specs]
+    mine = [bool(codecs), any(codec not in (None, HALVES) for codec in codecs), HALVES in codecs]
+    # a rank that owns matrices alone may have nothing to be coded, where another has
+    moves, coded, split = map(any, zip(*gather_json(mine, state.mesh.world, state.device), strict=True))
+    if placements(plan.offload, "optimizer") and not moves:
+        raise RefusedPlan(
+            f"offload={plan.offload}: {name} keeps no state beside the weights that could lie elsewhere (SGD without "
+            "momentum): leave optimizer out of offload"
+        )
+    if plan.optimizer_state != "full" and not coded:
+        raise RefusedPlan(
+            f"optimizer_state={plan.optimizer_state}: {name} keeps no real tensor of a weight's shape, wider than "
+            "that, beside it (SGD without momentum): leave optimizer_state out"
+        )
+    if plan.masters == "split" and not split:
+        raise RefusedPlan("masters=split: no weight has a master in float32 beside it in bf16: leave masters out")
 
 
 def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState) -> str:
@@ -122,8 +215,11 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
 
     kept  with what the optimizer keeps of each
     """
+    split = state.plan.masters == "split"
     # a device's masters stay: their gradients lie beside them, and torch has no gradient on another device
-    masters = state.technique.wide_masters() if state.owners is None and on_host(state.device) else []
+    moves = state.owners is None and (on_host(state.device) or split)
+    masters = state.technique.wide_masters() if moves else []
+    specs = [_spec_of_master(weight, master, split) for weight, master in masters]
     states_by_kind: dict[tuple, dict] = {}
     units: list[Unit] = []
     of_master: dict[int, Unit] = {}
@@ -131,10 +227,11 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
         for param in (param for param in group["params"] if param.requires_grad):  # a script's group may list others
             kind = (number, param.shape, param.stride(), param.dtype, *sorted(map(str, vars(param).items())))
             if kind not in states_by_kind:
-                states_by_kind[kind] = kept_for(state.optimizer, number, param) if kept and param.numel() else {}
+                specs_of_kind = kept_for(state.optimizer, number, param) if kept and param.numel() else {}
+                states_by_kind[kind] = {path: _coded(state, spec, param) for path, spec in specs_of_kind.items()}
             wide = _master_of(param, masters)
             if wide is None or wide not in of_master:
-                units.append(Unit([], [], wide, None if wide is None else rules.spec_of(masters[wide][1])))
+                units.append(Unit([], [], wide, None if wide is None else specs[wide]))
                 units[-1].wide = wide if units[-1].master is not None else None
                 if wide is not None:
                     of_master[wide] = units[-1]
@@ -144,6 +241,20 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
             if state.shards is not None and state.shards.holds(param):
                 unit.weights += param.numel() * param.element_size()
     return units
+
+
+def _coded(state: RankState, spec: Spec, param: nn.Parameter) -> Spec:
+    """Returns how a tensor of a parameter's state rests: by the plan's code where it is real and of its shape."""
+    codec = CODECS.get(state.plan.optimizer_state)
+    if codec is None or spec.shape != param.shape or not spec.dtype.is_floating_point:
+        return spec
+    return spec.narrowed(codec) if codec.size(2**20) < spec.dtype.itemsize * 2**20 else spec
+
+
+def _spec_of_master(weight: torch.Tensor, master: torch.Tensor, split: bool) -> Spec | None:
+    spec = rules.spec_of(master)
+    fits = weight.dtype == torch.bfloat16 and master.dtype == torch.float32 and weight.stride() == master.stride()
+    return spec.narrowed(HALVES) if spec is not None and split and fits else spec
 
 
 def _master_of(param: nn.Parameter, masters: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int | None:

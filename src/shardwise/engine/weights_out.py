@@ -137,15 +137,15 @@ def memory(state: RankState) -> dict[str, int | None]:
     states = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
     tensors = [v for s in states for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
     made = [gradient for gradient in gradients if gradient is not None]
+    own = {
+        "parameters": storage_bytes(filter(here, parameters)),
+        "gradients": storage_bytes(gradient for gradient in made if not lies_on_host(gradient)),
+        "optimizer": storage_bytes(filter(here, tensors)),
+    }
     tiers: Counter[str] = Counter()
     if beside:
         tiers["host"] = storage_bytes(filter(lies_on_host, [*parameters, *made, *tensors]))
     for tier in (state.tier, state.activations, state.shards):
         tiers.update(tier.held_bytes() if tier is not None else {})
-    return {
-        "parameters": storage_bytes(filter(here, parameters)),
-        "gradients": storage_bytes(gradient for gradient in made if not lies_on_host(gradient)),
-        "optimizer": storage_bytes(filter(here, tensors)),
-        "peak": peak_bytes(state.device),
-        **tiers,
-    }
+    coded = {name: size + tiers.pop(name, 0) for name, size in own.items()}  # what rests by a code is of these
+    return {**coded, "peak": peak_bytes(state.device), **tiers}

@@ -30,6 +30,11 @@ OURS_OF = {
         "offload=optimizer, or offload=optimizer:disk",
     ("offload_param", "offload_params", "param_offload", "cpuoffloadpolicy"):
         "offload=parameters under zero=3, the host's memory, or parameters:disk",
+    ("optim_bits", "adam8bit", "adamw8bit", "adamw_8bit", "use_8bit_adam", "quantized_optimizer"):
+        "optimizer_state=8bit",
+    ("exp_avg_dtype", "exp_avg_sq_dtype", "moments", "bf16_optimizer_states", "use_precision_aware_optimizer"):
+        "optimizer_state=bf16 or 8bit",
+    ("store_param_remainders", "main_params_dtype", "bf16_master_weights"): "masters=split, beside precision=bf16",
     ("activation_offloading", "offload_activations", "activation_offload", "cpu_checkpointing"):
         "offload=activations, or offload=activations:disk",
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,

@@ -80,6 +80,14 @@ class Plan:
     offload: str = key(
         "none", "what lies elsewhere until it is used: optimizer, optimizer:disk:0.6, parameters, activations:disk"
     )
+    optimizer_state: str = key(
+        "full", "how the optimizer's state rests between steps: full | bf16 (rounded by draws) | 8bit (by blocks)",
+        choices=("full", "bf16", "8bit"), rounds=True,
+    )  # fmt: skip
+    masters: str = key(
+        "full", "how fp32 masters rest: full | split (the bf16 weights and the half that those lack, bit for bit)",
+        choices=("full", "split"), rounds=True,
+    )  # fmt: skip
     compile: bool = key(False, "torch.compile for each block", rounds=True)
     wrap: tuple[str, ...] = key(
         (), "units of zero = 3: class names or module paths, | between them; empty: repeated blocks are found",

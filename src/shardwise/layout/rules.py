@@ -147,6 +147,35 @@ RULES: tuple[Rule, ...] = (
         lambda p: bool(placements(p.offload, "activations")) and p.remat == "selective",
     ),
     Rule(
+        "optimizer_state with precision = fp64, or bf16 with precision = bf16-full",
+        "illegal",
+        "float64 is for exact runs, and under bf16-full the state is in bf16 already: leave optimizer_state out",
+        lambda p: p.optimizer_state != "full" and (
+            p.precision == "fp64" or (p.precision == "bf16-full" and p.optimizer_state == "bf16")
+        ),
+    ),
+    Rule(
+        "optimizer_state = 8bit with deterministic and zero",
+        "illegal",
+        "blocks of 8 bits begin where a rank's piece does, so that other ranks would give other bits: use "
+        "optimizer_state=bf16, or zero=0",
+        lambda p: p.optimizer_state == "8bit" and p.deterministic > 0 and p.sharded.state,
+    ),
+    Rule(
+        "masters = split without precision = bf16",
+        "illegal",
+        "the upper half of a float32 master is its weight in bf16, which other precisions do not have: give "
+        "precision=bf16",
+        lambda p: p.masters == "split" and p.precision != "bf16",
+    ),
+    Rule(
+        "masters = split with zero = 3",
+        "illegal",
+        "shards are the masters, and weights in bf16 are there while they are gathered alone, so that nothing is held "
+        "twice: leave masters out",
+        lambda p: p.masters == "split" and p.sharded.weights,
+    ),
+    Rule(
         "compile with tp > 1, cp, cp_ulysses or domain, and remat = selective",
         "not built",
         "which results a block keeps is chosen while it is written down, and the compiled one runs again as a whole: "

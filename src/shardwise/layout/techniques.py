@@ -88,6 +88,12 @@ TECHNIQUES = (
         "the state does not fit, and there are no more ranks to shard it over",
     ),
     Technique(
+        "state in fewer bytes", "lean", "dp_shard=8,zero=1,precision=bf16,optimizer_state=8bit,masters=split",
+        "nothing: the optimizer's state rests in 8 bits or bf16, masters as the half that bf16 weights lack",
+        "nothing", "an optimizer that treats tensors one by one; for split masters precision=bf16 and zero=0 to 2",
+        "the state does not fit; split masters always, they are exact",
+    ),
+    Technique(
         "offload of weights", "offload", "dp_shard=8,zero=3,offload=parameters",
         "nothing: shards of weights, gradients and state lie on the host; weights and state on a disk, for CPUs",
         "between ranks as ZeRO-3; weights from the host for each gather, gradients to it; the host updates",

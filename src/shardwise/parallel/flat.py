@@ -120,15 +120,16 @@ class Flat:
         """Returns elements of the index-th parameter (1-d), pairs as complex numbers where it is complex."""
         return torch.view_as_complex(numbers.view(-1, 2)) if self.complex[index] else numbers
 
+    @torch.no_grad()
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Set this rank's piece of a master weight from its full initial value."""
         if not self.precision.mixed:  # the masters are the module's weights, which have their values
             return
-        for part in self.shards:
-            for entry, first, last in part.bucket.layout.pieces(self.axis.size, self.axis.index):
-                if entry.index == index:
-                    piece = value.reshape(-1)[first - entry.start : last - entry.start]
-                    part.master[first - part.low : last - part.low].copy_(piece)
+        _, entry = self._find(index)
+        for slot, (part, number, start, stop) in zip(self.slots, self._places, strict=True):
+            if number == index:
+                first = part.low - entry.start
+                slot.master.copy_(self._outside(index, value.reshape(-1)[first + start : first + stop]))
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
@@ -222,7 +223,8 @@ class Flat:
         """All-gather the updated shards into everybody's weights; `rounded`: masters are in this rank's already."""
         # the update may have set a master's `.data`, which lies elsewhere then: back into the shard first
         for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
-            bring_back(slot.master, self._outside(index, part.master[start:stop]))
+            if isinstance(slot.master, nn.Parameter):  # else it rests in a tier, which has gathered it
+                bring_back(slot.master, self._outside(index, part.master[start:stop]))
         pending = []
         for part in self.shards:
             if self.precision.mixed and not rounded:
@@ -242,7 +244,10 @@ class Flat:
     def full_parameter(self, index: int) -> Gathering:
         """Gathers the whole master weight."""
         part, entry = self._find(index)
-        return self.whole(index, self._piece(part, part.master, entry))
+        pieces = [slot.master for slot, place in zip(self.slots, self._places, strict=True) if place[1] == index]
+        # no slot: none of it is here
+        piece = pieces[0].detach() if pieces else self._piece(part, part.mine.to(self.precision.master), entry)
+        return self.whole(index, piece)
 
     def full_gradient(self, index: int) -> Gathering:
         """Gathers the whole gradient; None where no rank used the parameter."""

@@ -91,7 +91,8 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         parity.unproven.append(f"one process cannot run in {plan.precision}: {type(failure).__name__}: {message}")
         return parity
     nudges = [plain_steps(task, plan, replace(settings, nudge=n), reference.rate) for n in range(1, NUDGES + 1)]
-    exact = plan.with_(compile=False)  # a compiled block does not show its draws, and masks follow them
+    # a compiled block does not show its draws, and masks follow them; SGD keeps no state that could rest by a code
+    exact = plan.with_(compile=False, optimizer_state="full")
     ranks = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)
     under_plan = ranks[0]
     parity.differences += dtypes.first_differences(plan, [rank.dtypes for rank in ranks], reference.dtypes)

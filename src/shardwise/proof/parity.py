@@ -126,6 +126,11 @@ def _many(
     records = _on_ranks(run_rank, (task, plan, settings, own), parity, pool, timeout_s)
     if single is not None:
         parity.differences += first_differences(plan, [record.dtypes for record in records], single)
+    if (plan.optimizer_state, plan.masters) != (Plan().optimizer_state, Plan().masters):
+        from shardwise.proof.narrow_state import compare_variants, run_variants
+
+        say(f"verify: steps in {plan.precision}, with the state in full and as it rests under the plan")
+        compare_variants(parity, plan, _ran(run_variants, (task, plan, settings), pool, timeout_s))
     return _joined(records)
 
 
@@ -263,14 +268,19 @@ def _notes(plan: Plan, float64: bool) -> list[str]:
 
 def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s: float) -> list[Any]:
     """Returns what every rank returns of `function(task, plan, ...)`, the plan in the proof's precision."""
+    task, plan, *rest = asked
+    return _ran(function, (task, plan.exact("fp64" if parity.float64 else "fp32"), *rest), pool, timeout_s)
+
+
+def _ran(function: Any, asked: tuple, pool: Any, timeout_s: float) -> list[Any]:
+    """Returns what every rank of a plan returns of `function(task, plan, settings, ...)`."""
     from shardwise.ranks import RankPool
 
-    task, plan, settings, *rest = asked
-    exact = plan.exact("fp64" if parity.float64 else "fp32")
+    _, plan, settings, *_ = asked
     if pool is not None:
-        return pool.run(function, plan.world_size, task, exact, settings, *rest, timeout_s=timeout_s)
+        return pool.run(function, plan.world_size, *asked, timeout_s=timeout_s)
     with RankPool(accelerators=settings.device != "cpu", own_backend=settings.own_backend) as own:
-        return own.run(function, plan.world_size, task, exact, settings, *rest, timeout_s=timeout_s)
+        return own.run(function, plan.world_size, *asked, timeout_s=timeout_s)
 
 
 def _joined(records: list[Any]) -> Any:

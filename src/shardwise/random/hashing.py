@@ -58,6 +58,11 @@ def _finished(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def words(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Returns 64 random bits, as int64, for each index (int64)."""
+    return _finished(index * _G + signed(key))
+
+
 def hashed(key: int, index: torch.Tensor) -> torch.Tensor:
     """Returns 53 random bits, as int64, for each index (int64)."""
     return _shift(_finished(index * _G + signed(key)), 11)

@@ -231,13 +231,15 @@ def update_of(task: Task, at_once: bool = False) -> Update:
     optimizer.step()  # the first one makes the state, which is no work of each step
     state = optimizer.state.get(parameter, {})
     kept = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    like = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
     others[0].grad = None  # an optimizer passes over what has no gradient: two are updated, then one
     bytes_of_two, _ = _updated(optimizer, [parameter, others[1]])
     others[1].grad = None
     bytes_of_one, seen = _updated(optimizer, [parameter])
     work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
     more = max(0.0, (bytes_of_two - bytes_of_one) / parameter.nbytes)
-    return Update(kept, work, seen.calls, bytes_of_one / parameter.nbytes, more)
+    coded = float(sum(tensor.is_floating_point() for tensor in like))
+    return Update(kept, work, seen.calls, bytes_of_one / parameter.nbytes, more, coded=coded)
 
 
 def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, StepTrace]:

@@ -143,6 +143,7 @@ class Update:
     temporary  elements that live only while it runs
     left       of these, elements that the tensor before leaves behind until the next is done
     whole      it needs whole tensors: under ZeRO each has one rank that updates it (step/owners.py)
+    coded      of the state, elements that may rest by a code: real ones, in tensors of the weight's shape
     """
 
     state_elements: float
@@ -151,6 +152,7 @@ class Update:
     temporary: float = 0.0
     left: float = 0.0
     whole: bool = False
+    coded: float = 0.0
 
 
 @dataclass(frozen=True)

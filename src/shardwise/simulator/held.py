@@ -13,6 +13,7 @@ from collections import Counter
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.narrow import decoded, resting
 from shardwise.costs.offload import brought, staged
 from shardwise.costs.software import States
 from shardwise.layout import Plan
@@ -57,16 +58,17 @@ def memory(
     if stage.weights:
         updated = _cut(trace, layout.shard_ranks, shard_rank or 0)
     owned = _owned(model, layout, shard_rank)
+    rests = resting(states, layout, model.update.coded)
     experts = trace.experts * (of_experts if stage.state else 1.0)
     terms = {
         "weights": (trace.shard_elements + trace.experts if stage.weights else trace.parameters) * states.weight,
         "gradients": _gradients(trace, layout, states, rest * (share if stage.gradients else 1.0), of_experts),
-        "master": ((trace.shard_elements if stage.weights else updated) + experts) * states.master,
-        "optimizer": (updated + experts if owned is None else owned) * states.optimizer,
+        "master": ((trace.shard_elements if stage.weights else updated) + experts) * rests.master,
+        "optimizer": (updated + experts if owned is None else owned) * rests.optimizer,
         "whole weights of the optimizer": (owned or 0) * (states.master or states.weight),
         "module's buffers": float(trace.buffers_bytes),
     }
-    terms |= _offloaded(model, layout, states, terms)
+    terms |= _offloaded(model, layout, rests, terms)
     if stage.weights and states.master:  # the masters are the shards
         terms["weights"] = trace.experts * states.weight
     terms |= _weights_elsewhere(trace, layout, states, terms)
@@ -162,13 +164,19 @@ def _peaks(
     """
     here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
     temporaries = _temporaries(model, layout, states, updated if owned is None else owned)
+    over = layout.shard_ranks if layout.sharded.state and owned is None else 1
+    largest = max(model.small.in_order.values(), default=0) / over
     if owned is not None:  # whole gradients, beside what is sent and received, and beside the update
         temporaries = max(owned + temporaries, 2 * owned + updated)
     out = {"micro-batch": model.peak(layout.micro_batch)}
     if weights_on_host(layout.offload):
         return out
     out |= {
-        "optimizer's temporaries": temporaries * (states.master or states.weight) + updated * states.copies,
+        "optimizer's temporaries": (
+            temporaries * (states.master or states.weight)
+            + updated * states.copies
+            + decoded(states, layout, updated, largest, model.update.coded)
+        ),
     }
     if here and layout.sharded.state and not layout.sharded.gradients:
         # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor

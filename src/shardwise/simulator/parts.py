@@ -15,6 +15,7 @@ from shardwise.costs.block import BlockCosts, BlockTimes, Message, host_seconds
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.narrow import coding_bytes, resting
 from shardwise.costs.offload import Offloaded, crossing_seconds, offloaded, told, update_bytes
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
@@ -243,7 +244,8 @@ def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, 
 
 def _offloaded(step: StepContext, count: float) -> Offloaded:
     policy = STATES[step.software.states]
-    return offloaded(count, policy, step.layout, step.cluster, update_bytes(policy, fused=step.software.fused_adam))
+    update = update_bytes(policy, fused=step.software.fused_adam)
+    return offloaded(count, resting(policy, step.layout), step.layout, step.cluster, update)
 
 
 def crossing(step: StepContext, count: float) -> float:
@@ -264,6 +266,7 @@ def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
     total = updated(step, parameters)
     moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer
     moved += policy.weight + policy.master if policy.master else 0  # masters read again, for the weights made of them
+    moved += coding_bytes(policy, step.layout)
     zeroed = sum(parameters.values()) * policy.gradient if step.software.accumulates else 0.0
     seconds = step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH) + zeroed, 10)
     return _offloaded(step, total).beside(seconds) if step.layout.offload != "none" else seconds

@@ -15,6 +15,7 @@ from shardwise.costs.block import EAGER, host_seconds
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.narrow import coding_bytes, resting
 from shardwise.costs.offload import (
     Moves,
     Offloaded,
@@ -206,7 +207,7 @@ def _tiers(model: Model, layout: Layout, cluster: Cluster, states: States) -> Of
     elements = sum(size * times for size, times in model.small.sizes.items())
     over = layout.shard_ranks if layout.sharded.state else 1
     update = sum(moved for _, moved in model.update.work) * states.held / 4  # it was seen in float32
-    return offloaded(elements / over, states, layout, cluster, update)
+    return offloaded(elements / over, resting(states, layout, model.update.coded), layout, cluster, update)
 
 
 def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, update_s: float) -> float:
@@ -274,6 +275,7 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
     elements = sum(size * times for size, times in model.small.sizes.items())
     into = 0.0 if layout.sharded.weights else 2 * states.gradient * elements  # gradients into their buckets, copied
     divided = 2 * states.gradient * elements / over  # by the weight
+    coding = coding_bytes(states, layout, model.update.coded) * elements / over
     if kernels.ops is not None:
         ops = kernels.ops
         by_size = {
@@ -281,12 +283,12 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
         }
         calls = model.update.calls * kernels.call_s
         updates = sum(times * by_size[size] for size, times in model.small.sizes.items())
-        moved = (ops.seconds("copy_", into) if into else 0.0) + ops.seconds("mul_", divided)
+        moved = sum(ops.seconds("copy_", size) for size in (into, coding) if size) + ops.seconds("mul_", divided)
         return kernels.factor("rest") * (updates + moved) + calls * sum(model.small.sizes.values())
     wide = (states.master or states.weight) / 4  # of float32, in which it was seen
     copies = 2 * elements / over * states.copies
     seconds = sum(kernels.stream(elements / over * moved * wide, 1) for _, moved in work)
-    seconds += sum(kernels.stream(moved, 1) for moved in (into, divided, copies) if moved)
+    seconds += sum(kernels.stream(moved, 1) for moved in (into, divided, copies, coding) if moved)
     if kernels.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
         seconds += model.small.tensors * model.update.calls * kernels.launch_us * 1e-6
     return seconds

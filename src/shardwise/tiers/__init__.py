@@ -3,6 +3,8 @@
 What blocks keep for backward lies there within a step: activations.py. Shards of weights, between gathers: shards.py.
 
 A tier is a place and nothing else: the tensors of `optimizer.state` stay what they are, and their memory is moved.
+What rests in fewer bytes than it is stepped in (`optimizer_state=`, `masters=`) is coded on its way there: narrow.py,
+and reads as its values meanwhile: resting.py.
 
     between steps   state, masters   ── lie in ──>  host memory, or the mapped file: whoever reads them, reads there
     in a step       sub-group by sub-group of parameters:
@@ -25,13 +27,16 @@ first keeps after its first step, or hide the host's copies behind the device's 
 
 from shardwise.tiers.activations import Activations, rehearsed, spread, told_of_none
 from shardwise.tiers.disk import StateFile
-from shardwise.tiers.places import HostMemory, Place
+from shardwise.tiers.narrow import CODECS, HALVES, Draw
+from shardwise.tiers.places import DeviceMemory, HostMemory, Place
+from shardwise.tiers.resting import Resting
 from shardwise.tiers.shards import ShardFile
 from shardwise.tiers.stepping import StateTiers, kept_for, only
 from shardwise.tiers.stores import ExtentFile, HostCopies, Nowhere, Store
 from shardwise.tiers.subgroups import Subgroup, Unit
 
 __all__ = [
-    "Activations", "ExtentFile", "HostCopies", "HostMemory", "Nowhere", "Place", "ShardFile", "StateFile", "StateTiers",
-    "Store", "Subgroup", "Unit", "kept_for", "only", "rehearsed", "spread", "told_of_none",
+    "CODECS", "HALVES", "Activations", "DeviceMemory", "Draw", "ExtentFile", "HostCopies", "HostMemory", "Nowhere",
+    "Place", "Resting", "ShardFile", "StateFile", "StateTiers", "Store", "Subgroup", "Unit", "kept_for", "only",
+    "rehearsed", "spread", "told_of_none",
 ]  # fmt: skip

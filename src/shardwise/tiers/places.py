@@ -61,3 +61,11 @@ class HostMemory(Place):
     def __init__(self, groups: Sequence[Subgroup], device: torch.device):
         for group in groups:
             group.rest = group.after = group.buffer = pinned(torch.empty(group.size, dtype=torch.uint8), device)
+
+
+class DeviceMemory(Place):
+    """The memory of the device itself, for state that rests by a code: a step decodes a sub-group of it at a time."""
+
+    def __init__(self, groups: Sequence[Subgroup], device: torch.device):
+        for group in groups:
+            group.rest = group.after = group.buffer = torch.empty(group.size, dtype=torch.uint8, device=device)

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from shardwise.device import on_host
 from shardwise.errors import RunError
 from shardwise.ranks.allocation import give_back_freed
-from shardwise.tiers.places import Place
+from shardwise.tiers.narrow import Draw, Halves
+from shardwise.tiers.places import DeviceMemory, Place
+from shardwise.tiers.resting import Rest, Resting, SplitRest, lay, wake
 from shardwise.tiers.shards import ShardFile
-from shardwise.tiers.subgroups import Entry, Spec, Subgroup, spec_of, tensor_at, tensors_of
+from shardwise.tiers.subgroups import Entry, Path, Spec, Subgroup, spec_of, tensor_at, tensors_of
 
 T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -29,14 +31,16 @@ class StateTiers:
     masters  gives (module's weight, wider master) where masters move too; the same tensors, in the same order
     rounds   `step` puts masters into the module's weights itself, as each sub-group is done
     shards   the file in which the parameters themselves lie, where that is so
+    draws    gives, for a parameter and the path of its state, the draws by which that is rounded in this step
     """
 
     def __init__(
         self, optimizer: Optimizer, places: Sequence[tuple[Place, list[Subgroup]]],
         masters: Callable[[], list[Pair]], slots: Sequence[nn.Parameter], *, rounds: bool,
-        shards: ShardFile | None = None,
+        shards: ShardFile | None = None, draws: Callable[[nn.Parameter, Path], Draw] | None = None,
     ):  # fmt: skip
         self.optimizer = optimizer
+        self.draws = draws
         self.places = [place for place, _ in places]
         self.groups = [(place, group) for place, groups in places for group in groups]
         self.masters = masters
@@ -115,7 +119,12 @@ class StateTiers:
 
     def _rest(self, group: Subgroup, entry: Entry) -> None:
         tensor = self._tensor(entry)
-        if tensor is None or _lies_in(tensor, group.rest):
+        if tensor is None or _rests(entry, tensor, group):
+            return
+        if entry.spec.codec is not None:
+            rest = self._rest_of(entry, group.rest)
+            rest.put(tensor)
+            self._lay(entry, rest)
             return
         place = entry.spec.alone(group.rest, entry.offset)
         place.copy_(tensor.detach())
@@ -123,13 +132,20 @@ class StateTiers:
 
     def rests(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a tier now."""
-        return any(_lies_in(tensor, group.rest) for _, group in self.groups)
+        return isinstance(tensor, Resting) or any(_lies_in(tensor, group.rest) for _, group in self.groups)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns the bytes of state and masters that each place has room for, by the place's name."""
+        """Returns the bytes of state and masters that each place has room for, by the place's name.
+
+        On the device they are of the "optimizer", and of its "parameters".
+        """
         sizes = Counter[str]()
         for place, group in self.groups:
-            sizes[place.name] += group.size
+            if isinstance(place, DeviceMemory):
+                for entry in group.entries:
+                    sizes["parameters" if entry.param is None else "optimizer"] += entry.spec.resting_size
+            else:
+                sizes[place.name] += group.size
         return {name: size for name, size in sizes.items() if size}
 
     def close(self) -> None:
@@ -142,7 +158,7 @@ class StateTiers:
     def _fetch(self, place: Place, group: Subgroup) -> None:
         for entry in group.entries:
             tensor = self._tensor(entry)
-            entry.rested = tensor is not None and _lies_in(tensor, group.rest)
+            entry.rested = tensor is not None and _rests(entry, tensor, group)
         if any(entry.rested for entry in group.entries):
             place.fetch(group)
         if self.shards is not None:
@@ -153,7 +169,9 @@ class StateTiers:
 
     def _bring(self, group: Subgroup) -> None:
         for entry in group.entries:
-            if entry.rested:
+            if entry.rested and entry.spec.codec is not None:
+                self._wake(entry, self._rest_of(entry, group.buffer).take())
+            elif entry.rested:
                 here = entry.spec.within(group.buffer, entry.offset)
                 self._point(entry, here if on_host(entry.spec.device) else here.to(entry.spec.device))
 
@@ -168,6 +186,11 @@ class StateTiers:
                 self._gather_views(entry.wide, tensor)
                 if self.rounds:
                     pairs[entry.wide][0].copy_(tensor)
+            if entry.spec.codec is not None:
+                draw = None if entry.param is None or self.draws is None else self.draws(entry.param, entry.path)
+                self._rest_of(entry, group.buffer).put(tensor, draw)
+                self._lay(entry, self._rest_of(entry, group.after))
+                continue
             here = entry.spec.within(group.buffer, entry.offset)
             if not _lies_in(tensor, here):
                 here.copy_(tensor.detach())
@@ -183,7 +206,9 @@ class StateTiers:
             running.abandon()
         for group in begun:
             for entry in group.entries:
-                if entry.rested:
+                if entry.rested and entry.spec.codec is not None:
+                    self._lay(entry, self._rest_of(entry, group.rest))
+                elif entry.rested:
                     self._point(entry, entry.spec.alone(group.rest, entry.offset))
                 elif entry.param is not None:
                     self.optimizer.state.pop(entry.param, None)
@@ -215,20 +240,43 @@ class StateTiers:
         tensor = self._tensor(entry)
         assert tensor is not None
         tensor.data = memory
-        for param, view in self._views.get(entry.wide, []) if entry.param is None else []:
-            param.data = view(memory)
+        for param, spec, offset in self._views.get(entry.wide, []) if entry.param is None else []:
+            param.data = _view(memory, spec, offset)
+
+    def _rest_of(self, entry: Entry, memory: torch.Tensor) -> Rest | SplitRest:
+        """Returns where an entry's values lie, coded, in the bytes of a sub-group."""
+        codec = entry.spec.codec
+        assert codec is not None
+        if isinstance(codec, Halves):
+            return SplitRest(entry.within(memory), entry.spec.like, self.masters()[entry.wide][0])
+        return Rest(entry.within(memory), entry.spec.like, entry.spec.device, codec)
+
+    def _lay(self, entry: Entry, rest: Rest | SplitRest) -> None:
+        tensor = self._tensor(entry)
+        assert tensor is not None
+        lay(tensor, rest)
+        if isinstance(rest, SplitRest):
+            for param, spec, offset in self._views.get(entry.wide, []):
+                lay(param, rest.part(offset // spec.dtype.itemsize, spec.like))
+
+    def _wake(self, entry: Entry, values: torch.Tensor) -> None:
+        tensor = self._tensor(entry)
+        assert tensor is not None
+        wake(tensor, values)
+        for param, spec, offset in self._views.get(entry.wide, []) if entry.param is None else []:
+            wake(param, _view(values, spec, offset))
 
     def _gather_views(self, wide: int, master: torch.Tensor) -> None:
         """Copy pieces whose `.data` the optimizer has set back into the master that they are views of."""
-        for param, view in self._views.get(wide, []):
-            place = view(master)
+        for param, spec, offset in self._views.get(wide, []):
+            place = _view(master, spec, offset)
             if param.data_ptr() != place.data_ptr():
                 place.copy_(param.detach())
 
 
-def _views(pairs: list[Pair], slots: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Parameter, Callable]]]:
-    """Returns for each wide master the optimizer's parameters that are views of it, and how each is made of it."""
-    views: dict[int, list[tuple[nn.Parameter, Callable]]] = {}
+def _views(pairs: list[Pair], slots: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Parameter, Spec, int]]]:
+    """Returns for each wide master the optimizer's parameters that are views of it: (parameter, its kind, byte)."""
+    views: dict[int, list[tuple[nn.Parameter, Spec, int]]] = {}
     for number, (_, master) in enumerate(pairs):
         start, size = master.data_ptr(), master.numel() * master.element_size()
         for param in slots:
@@ -236,12 +284,16 @@ def _views(pairs: list[Pair], slots: Sequence[nn.Parameter]) -> dict[int, list[t
             if param is master or not param.numel() or not 0 <= offset < size:
                 continue
             spec = Spec(param.shape, param.stride(), param.dtype, param.device)
-            views.setdefault(number, []).append((param, _view(spec, offset)))
+            views.setdefault(number, []).append((param, spec, offset))
     return views
 
 
-def _view(spec: Spec, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda master: spec.within(master.detach().view(-1).view(torch.uint8), offset)
+def _view(master: torch.Tensor, spec: Spec, offset: int) -> torch.Tensor:
+    return spec.within(master.detach().view(-1).view(torch.uint8), offset)
+
+
+def _rests(entry: Entry, tensor: torch.Tensor, group: Subgroup) -> bool:
+    return _lies_in(tensor, group.rest) if entry.spec.codec is None else isinstance(tensor, Resting)
 
 
 def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from shardwise.layout.offload import Placement
+from shardwise.tiers.narrow import Codec, Halves
+from shardwise.tiers.resting import Resting
 
 PAGE = 4096  # bytes: O_DIRECT's unit for addresses, offsets and lengths on any disk of today
 LINE = 64  # tensors begin at lines of a cache, as torch's own do
@@ -31,17 +33,32 @@ Path = tuple[Any, ...]  # of a tensor within the state of one parameter: keys of
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor's memory is like: it is dense, in any order of its dims."""
+    """What a tensor's memory is like: it is dense, in any order of its dims. codec: how it rests; None: as it is."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    codec: Codec | Halves | None = None
 
     @property
     def size(self) -> int:
         """Returns its bytes."""
         return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def resting_size(self) -> int:
+        """Returns the bytes in which it rests."""
+        return self.size if self.codec is None else self.codec.size(self.shape.numel())
+
+    @property
+    def like(self) -> torch.Tensor:
+        """Returns a tensor of its kind without values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def narrowed(self, codec: Codec | Halves) -> Spec:
+        """Returns the same tensor, resting by a code."""
+        return replace(self, codec=codec)
 
     def within(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
         """Returns the view of `memory` (bytes) from `offset` on."""
@@ -58,7 +75,10 @@ class Spec:
 
 def spec_of(tensor: torch.Tensor) -> Spec | None:
     """Returns what a tensor's memory is like; None for one that stays where it is: one number, or not dense."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.numel() <= 1:
+    ours = (torch.Tensor, nn.Parameter, Resting)
+    # else an accelerator may have a class of its own
+    plain = type(tensor) in ours or type(tensor) is type(torch.empty(0, device=tensor.device))
+    if not plain or tensor.layout is not torch.strided or tensor.numel() <= 1:
         return None
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
@@ -110,10 +130,19 @@ class Unit:
         return Unit(self.params, [{} for _ in self.params], weights=self.weights)
 
     @property
+    def specs(self) -> list[Spec]:
+        """Returns all that moves."""
+        return [*filter(None, [self.master]), *(spec for state in self.states for spec in state.values())]
+
+    @property
     def size(self) -> int:
-        """Returns the bytes that it takes, each tensor to a whole line."""
-        specs = [spec for state in self.states for spec in state.values()]
-        return sum(_up(spec.size, LINE) for spec in (*specs, *filter(None, [self.master])))
+        """Returns the bytes in which it rests, each tensor to a whole line."""
+        return sum(_up(spec.resting_size, LINE) for spec in self.specs)
+
+    @property
+    def stepped_size(self) -> int:
+        """Returns the bytes that a step works on, those of parameters that move with it too."""
+        return self.weights + sum(_up(spec.size, LINE) for spec in self.specs)
 
 
 @dataclass
@@ -126,6 +155,10 @@ class Entry:
     path: Path = ()
     wide: int = -1
     rested: bool = False  # in the tier, when this step began
+
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns its bytes in those of a sub-group."""
+        return memory[self.offset : self.offset + self.spec.resting_size]
 
 
 @dataclass
@@ -155,7 +188,7 @@ class Subgroup:
     def _add(self, entry: Entry) -> None:
         entry.offset = self.size
         self.entries.append(entry)
-        self.size += _up(entry.spec.size, LINE)
+        self.size += _up(entry.spec.resting_size, LINE)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -165,7 +198,7 @@ class Subgroup:
 
 def grouped(units: Sequence[Unit]) -> list[Subgroup]:
     """Returns the units in sub-groups, in order, each closed once it has its bytes."""
-    target = min(SUBGROUP_BYTES, sum(unit.size + unit.weights for unit in units) // SUBGROUPS)
+    target = min(SUBGROUP_BYTES, sum(unit.stepped_size for unit in units) // SUBGROUPS)
     groups: list[list[Unit]] = [[]]
     size = 0
     for unit in units:
@@ -173,7 +206,7 @@ def grouped(units: Sequence[Unit]) -> list[Subgroup]:
             groups.append([])
             size = 0
         groups[-1].append(unit)
-        size += unit.size + unit.weights
+        size += unit.stepped_size
     return [Subgroup(group, number) for number, group in enumerate(filter(None, groups))]
 
 

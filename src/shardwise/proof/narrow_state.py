@@ -1,0 +1,100 @@
+"""What `optimizer_state` and `masters` change, on the plan's own ranks in its own precision, beside its float64 proof.
+
+    ranks   five steps with the state in full ── the same bits ──> with split masters
+                                              ── so far apart ──> with coded state as well
+
+Float64 has no half of a master and no 8 bits to round to, so that the proof of the layout goes without both keys. Split
+masters have no bar: one bit is a difference. What a code changes is measured and told, and judged by nobody.
+
+What this does not do: say whether a run of thousands of steps comes to as good a loss (docs/techniques/lean.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.digest import digest
+from shardwise.engine.engine import parallelize
+from shardwise.layout import Plan
+from shardwise.proof.outcome import Parity
+from shardwise.proof.settings import Settings, global_batch
+from shardwise.task import Task
+from shardwise.task_names import resolve_task
+
+STEPS = 5
+
+
+@dataclass
+class FewSteps:
+    """Losses of them; of each weight its digest, and its values before and after them, in float64 (rank 0)."""
+
+    losses: list[float] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def variants(plan: Plan) -> list[Plan]:
+    """Returns the plan with its state in full, with split masters alone, and as it is; each once."""
+    own = plan.with_(compile=False)
+    split = own.with_(optimizer_state="full")
+    return list(dict.fromkeys([split.with_(masters="full"), split, own]))
+
+
+def run_variants(task: Any, plan: Plan, settings: Settings) -> list[FewSteps]:
+    """Returns this rank's run of each of the variants. Collective."""
+    return [_run(resolve_task(task), variant, settings) for variant in variants(plan)]
+
+
+def _run(task: Task, plan: Plan, settings: Settings) -> FewSteps:
+    engine, run = parallelize(task, plan, **settings.of_engine), FewSteps()
+    for step in range(STEPS):
+        if not step:
+            run.before = _weights(engine)
+        run.losses.append(float(engine.step(global_batch(task, settings, step)).loss))
+    run.after = _weights(engine)
+    run.digests = {name: digest(tensor) for name, tensor in engine.full_parameters()}
+    if engine.rank:
+        run.before, run.after = {}, {}
+    return run
+
+
+def _weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
+
+
+def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) -> None:
+    """Put what the variants of every rank differ by into a proof: bits of split masters, and a note on codes."""
+    names = variants(plan)
+    if plan.masters == "split":
+        place = names.index(plan.with_(compile=False, optimizer_state="full"))
+        _compare_bits(parity, [(runs[0], runs[place]) for runs in by_rank])
+    unlike = [rank for rank, runs in enumerate(by_rank) if runs[-1].digests != by_rank[0][-1].digests]
+    if unlike:
+        parity.differences.append(f"rank {unlike[0]} has other weights than rank 0 after {STEPS} steps under {plan}")
+    if plan.optimizer_state != "full":
+        _measure(parity, plan, by_rank[0][0], by_rank[0][-1])
+
+
+def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]]) -> None:
+    for rank, (full, split) in enumerate(pairs):
+        other = [name for name, value in full.digests.items() if split.digests.get(name) != value]
+        if other or full.losses != split.losses:
+            what = f"{len(other)} weights have other bits, '{other[0]}' first" if other else "losses have other bits"
+            parity.differences.append(f"masters=split: on rank {rank} {what} than with masters in full")
+            return
+    parity.notes.append(f"masters=split: after {STEPS} steps in bf16 every bit is that of masters in full")
+
+
+def _measure(parity: Parity, plan: Plan, full: FewSteps, coded: FewSteps) -> None:
+    losses = max(abs(a - b) / max(abs(a), 1e-300) for a, b in zip(full.losses, coded.losses, strict=True))
+    apart = sum(float((coded.after[name] - value).square().sum()) for name, value in full.after.items())
+    moved = sum(float((value - full.before[name]).square().sum()) for name, value in full.after.items())
+    parity.notes.append(
+        f"optimizer_state={plan.optimizer_state} rounds, and is left out of the proof; in {STEPS} steps in "
+        f"{plan.precision} it moves losses by up to {losses:.1e} of themselves, and weights by "
+        f"{(apart / max(moved, 1e-300)) ** 0.5:.1e} of how far they went"
+    )
