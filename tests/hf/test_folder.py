@@ -78,6 +78,18 @@ def test_adapters_and_a_plain_model_are_what_a_run_begins_with(small: Path) -> N
     again = execute(load(overrides=(*own, f"train.init_from='{adapter}'", "optimizer.lr=1e-9")))
     (notice,) = [word for word in again.summary["notices"] if "weights from" in word]
     assert "28 of 51 tensors" in notice and "not used" not in notice
+    at = adapter.parent  # their folder will do too
+    for key, words in (
+        ([], r"holds adapters, and the model has none: --set lora.rank=4 --set lora.alpha=4"),
+        (["lora.rank=2"], r"trained with lora.rank = 4, and this run has 2: --set lora.rank=4"),
+        (["lora.rank=4", "lora.alpha=16"], r"trained with lora.alpha = 4, and this run has 16.0: --set lora.alpha=4"),
+        (
+            ["lora.rank=4", "lora.targets=['q_proj']"],
+            r"of another model or of other layers: 24 of its tensors have no place",
+        ),
+    ):
+        with pytest.raises(InputError, match=words):
+            execute(load(overrides=(*keys, f"task.name='{small}'", "train.steps=1", *key, f"train.init_from='{at}'")))
     weights = load_file(Path(again.summary["folder"]) / "model.safetensors")
     for name, value in load_file(first / "model.safetensors").items():
         torch.testing.assert_close(weights[name], value)
