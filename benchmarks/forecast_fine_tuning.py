@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 NEMO = "NeMo AutoModel"  # github.com/NVIDIA-NeMo/Automodel, docs/performance-summary.md of April 2026
 TUNE = "torchtune"  # github.com/pytorch/torchtune, README.md of version 0.4
-RANK = {NEMO: 16, TUNE: 8}  # every linear layer, by their recipes
+RANK = 16  # beside every linear layer, by the recipes of the first; the second does not say
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ ROWS = (
 
 def forecast(row: Row) -> dict:
     """Returns what `shardwise simulate --json` says of the row's run."""
-    words = ["simulate", row.model, "--lora", str(RANK[row.who]), "--cluster", row.cluster, "--seq", str(row.seq),
+    words = ["simulate", row.model, "--lora", str(RANK), "--cluster", row.cluster, "--seq", str(row.seq),
              "--global-batch", str(row.samples), "--plan", row.plan, "--json"]  # fmt: skip
     words += ["--software", "nemo"] if row.who == NEMO else []
     run = subprocess.run([sys.executable, "-m", "shardwise", *words], stdout=subprocess.PIPE, text=True)
