@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def made(folder: Path, layers: int, width: int, inner: int, words: int) -> Path:
-    """Writes a Llama whose weights are constants, in bf16; returns the folder."""
+    """Writes a Llama whose weights are constants, in bf16 and a file for each layer; returns the folder."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -47,7 +48,11 @@ def made(folder: Path, layers: int, width: int, inner: int, words: int) -> Path:
         for place, (name, tensor) in enumerate(model.state_dict().items())
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    file_of = {name: f"{'.'.join(name.split('.')[:3])}.safetensors" for name in tensors}
+    for file in set(file_of.values()):
+        own = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
+        save_file(own, str(folder / file), metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
     config.save_pretrained(str(folder))
     return folder
 
@@ -83,8 +88,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home, RankPool(threads=1, quiet=True) as pool:
         small = made(Path(home) / "small", 1, 64, 64, 100)
         folder = made(Path(home) / "large", args.layers, WIDTH, INNER, WORDS)
-        size = (folder / "model.safetensors").stat().st_size
-        print(f"folder {size / 1e6:.0f} MB, {args.plan}, adapters of rank {args.lora}")
+        sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+        print(f"folder {sum(sizes) / 1e6:.0f} MB in {len(sizes)} files, {args.plan}, adapters of rank {args.lora}")
         ranks = pool.run(loaded, 2, str(small), str(folder), args.plan, args.lora or None, timeout_s=550)
     for place, row in enumerate(ranks):
         share, largest, peak, after = (row[key] / 1e6 for key in ("share", "largest", "peak", "after"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chat_tokenizer import CHATML, tokenizer
+from chat_tokenizer import CHATML, STYLES, TALK, styled, tokenizer
+from torch.nn.functional import cross_entropy
 
 from shardwise.data import JsonlSource
 from shardwise.data.chat import ChatTemplate
@@ -18,30 +20,6 @@ from shardwise.hf import task as hf_task
 transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed here")
 pytest.importorskip("tokenizers", reason="needs tokenizers, which are not installed here")
 
-TEMPLATES = {  # template -> what is learned of the second and fourth message, as text
-    "chatml": (CHATML, ["4<|im_end|>\n", "6<|im_end|>\n"]),
-    "instruction": (
-        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
-        "{% else %} {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}",
-        [" 4<|im_end|>", " 6<|im_end|>"],
-    ),
-    "headers": (
-        "{% for m in messages %}<{{ m['role'] }}>\n\n{{ m['content'] }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>\n\n{% endif %}",
-        ["4<|im_end|>", "6<|im_end|>"],
-    ),
-    "turns": (
-        "{% for m in messages %}<turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-        "{{ m['content'] }}</turn>\n{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}",
-        ["4</turn>\n", "6</turn>\n"],
-    ),
-    "marked": (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}"
-        "{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}",
-        ["4<|im_end|>", "6<|im_end|>"],
-    ),
-}  # fmt: skip
 CHAT = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4"},
@@ -50,13 +28,57 @@ CHAT = [
 ]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+def by_hand(theirs: Any, text: str) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of a text and which lie in «», by the places of the signs that they stand for."""
+    spans, plain = [], ""
+    for place, part in enumerate(re.split("[«»]", text)):
+        spans += [(len(plain), len(plain) + len(part))] if place % 2 else []
+        plain += part
+    whole = theirs(plain, add_special_tokens=False, return_offsets_mapping=True)
+    return whole["input_ids"], [
+        any(a < last and b > first for first, last in spans) for a, b in whole["offset_mapping"]
+    ]
+
+
+def styled_chat(folder: Path, name: str, messages: list[dict]) -> tuple[Any, list[int], list[bool]]:
+    theirs = styled(folder, STYLES[name])
+    return theirs, *ChatTemplate(folder).document("here", messages)
+
+
+TURNS_ALONE = {"turns": TALK[1:]}  # a template that takes no system's
+
+
+@pytest.mark.parametrize("name", STYLES)
 def test_answers_alone_are_learned(name: str, tmp_path: Path) -> None:
-    template, answers = TEMPLATES[name]
-    theirs = tokenizer(tmp_path, template)
-    ids, learned = ChatTemplate(tmp_path).document("here", CHAT)
-    assert ids == theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False)
-    assert theirs.decode([token for token, mark in zip(ids, learned, strict=True) if mark]) == "".join(answers)
+    messages = TURNS_ALONE.get(name, TALK)
+    theirs, ids, learned = styled_chat(tmp_path, name, messages)
+    assert ids == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert (ids, learned) == by_hand(theirs, STYLES[name].by_hand)
+    assert len({*ids}) > 12  # the tokenizer knows the words
+
+
+@pytest.mark.parametrize("name", ["chatml", "instructions"])
+def test_an_answer_is_cut_by_the_length(name: str, tmp_path: Path) -> None:
+    _, ids, learned = styled_chat(tmp_path, name, TALK)
+    length = len(ids) - learned[::-1].index(True) - 3  # within the last answer
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": TALK}))
+    source = JsonlSource(path, length, tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+    batch = source.read([0])
+    assert batch["input_ids"][0].tolist() == ids[:length]
+    kept = [token if mark else -100 for token, mark in zip(ids, learned, strict=True)]
+    assert batch["labels"][0].tolist() == kept[:length] and learned[length - 1] and learned[length]
+    assert source.notices[-1] == f"1 of 1 documents are longer than {length} tokens and were cut"
+
+
+def test_a_token_over_the_border_is_the_answers(tmp_path: Path) -> None:
+    theirs = styled(tmp_path, STYLES["headers"])
+    theirs.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    theirs.save_pretrained(str(tmp_path))
+    talk = [{"role": "user", "content": "W"}, {"role": "assistant", "content": "hat is 2"}]
+    ids, learned = ChatTemplate(tmp_path).document("here", talk)
+    assert (ids, learned) == by_hand(theirs, "W«hat is 2»")
+    assert theirs.decode(ids[:1]) == "Wh" and learned[0]
 
 
 def test_packed_chats_have_the_labels_of_single_ones(tmp_path: Path) -> None:
@@ -73,8 +95,15 @@ def test_packed_chats_have_the_labels_of_single_ones(tmp_path: Path) -> None:
     assert torch.equal(batch["input_ids"][0, : 2 * len(ids)], torch.tensor(ids * 2))
 
 
+def token_losses(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the losses of each row's labels, in order."""
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[:, :-1]
+    losses = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none")
+    return list(losses.view(len(logits), -1))
+
+
 @torch.no_grad()
-def test_packed_chats_have_the_loss_of_single_ones(tmp_path: Path) -> None:
+def test_packed_chats_have_the_losses_of_single_ones(tmp_path: Path) -> None:
     theirs = tokenizer(tmp_path, CHATML)
     path = tmp_path / "chat.jsonl"
     chats = [
@@ -85,16 +114,35 @@ def test_packed_chats_have_the_loss_of_single_ones(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     task = hf_task(transformers.LlamaConfig(vocab_size=len(theirs), **sizes), batch=lambda step: {})
-    model = task.model().double()
-    losses, rows = [], []
-    for pack in (True, False):
-        source = JsonlSource(path, 200, tokenizer=tmp_path, template=ChatTemplate(tmp_path), pack=pack)
-        batch = source.read(list(range(len(source))))
-        args, kwargs = task.inputs(batch)
-        losses.append(tuple(map(float, task.loss(model(*args, **kwargs), batch))))
-        rows.append(len(source))
-    assert rows == [1, 3]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    model = task.model().double().eval()
+    packed, single = (
+        JsonlSource(path, 200, tokenizer=tmp_path, template=ChatTemplate(tmp_path), pack=pack) for pack in (True, False)
+    )
+    assert (len(packed), len(single)) == (1, 3)
+    row, rows = packed.read([0]), single.read([0, 1, 2])
+    starts = [place for place, position in enumerate(row["position_ids"][0]) if position == 0]
+    assert len(starts) == 4 and starts[0] == 0  # three documents, and the rest of the row
+    (together,), alone = token_losses(model, row), token_losses(model, rows)
+    learned = row["labels"][0, 1:] != -100
+    apart = torch.cat([losses[labels != -100] for losses, labels in zip(alone, rows["labels"][:, 1:], strict=True)])
+    torch.testing.assert_close(together[learned], apart, rtol=1e-12, atol=1e-12)
+    # whatever stands in the first document, those after it see the same
+    row["input_ids"][0, : starts[1]] = row["input_ids"][0, : starts[1]].flip(0)
+    (changed,) = token_losses(model, row)
+    assert torch.equal(changed[starts[1] :], together[starts[1] :])
+    assert not torch.equal(changed[: starts[1] - 1], together[: starts[1] - 1])
+
+
+def test_tools_are_the_templates(tmp_path: Path) -> None:
+    template = "{% for tool in tools or [] %}<|im_start|>{{ tool['name'] }}\n{% endfor %}" + CHATML
+    theirs = tokenizer(tmp_path, template)
+    path, tools = tmp_path / "chat.jsonl", [{"name": "add", "parameters": {}}]
+    path.write_text(json.dumps({"messages": CHAT[:2], "tools": tools}))
+    source = JsonlSource(path, 200, tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+    expected = theirs.apply_chat_template(CHAT[:2], tools=tools, tokenize=True, return_dict=False)
+    batch = source.read([0])
+    assert batch["input_ids"][0, : len(expected)].tolist() == expected
+    assert theirs.decode(batch["labels"][batch["labels"] != -100]) == "4<|im_end|>"
 
 
 def test_what_cannot_be_learned_is_told(tmp_path: Path) -> None:
@@ -108,6 +156,10 @@ def test_what_cannot_be_learned_is_told(tmp_path: Path) -> None:
     refusals: list[tuple[str | None, list[Any], int, str]] = [
         (None, [CHAT], 200, "has no chat template, and the examples are messages"),
         (CHATML, [CHAT[:1]], 200, "chat.jsonl:1: nothing to learn: no message has the role assistant, but 'user'"),
+        (
+            "{% for m in messages %}{% generation %}{% endgeneration %}{{ m['content'] }}{% endfor %}",
+            [CHAT], 200, "nothing to learn: the chat template marks nothing of the answers",
+        ),
         (CHATML, [CHAT], 8, "no answer begins within 8 tokens: raise seq_len"),
         ("{{ raise_exception('roles must alternate') }}", [CHAT], 200, "refuses it.*roles must alternate"),
         (
@@ -118,6 +170,21 @@ def test_what_cannot_be_learned_is_told(tmp_path: Path) -> None:
     for template, messages, seq_len, words in refusals:
         with pytest.raises(InputError, match=words):
             source(template, messages, seq_len)
+    broken: list[tuple[list[Any], str]] = [
+        (
+            [{"role": "user", "content": "2+2?"}, {"role": "assistant"}],
+            "chat.jsonl:1: message 2 has no content .role 'a",
+        ),
+        ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None}], "message 2 has no content"),
+        ([{"from": "human", "value": "2+2?"}], "message 1 has from, value: expected role and content"),
+        (["2+2?", "4"], "message 1 is a str: expected an object with role and content"),
+    ]
+    for messages, words in broken:
+        with pytest.raises(InputError, match=words):
+            source(CHATML, [messages])
+    assert source(CHATML, [CHAT, [CHAT[0], {"role": "assistant", "content": ""}]]).notices == [
+        "1 of 2 documents have an empty answer: its closing mark is learned"
+    ]
     long = [
         CHAT[:2],
         [{"role": "user", "content": "x" * 90}, CHAT[1]],

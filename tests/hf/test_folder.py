@@ -78,6 +78,18 @@ def test_adapters_and_a_plain_model_are_what_a_run_begins_with(small: Path) -> N
     again = execute(load(overrides=(*own, f"train.init_from='{adapter}'", "optimizer.lr=1e-9")))
     (notice,) = [word for word in again.summary["notices"] if "weights from" in word]
     assert "28 of 51 tensors" in notice and "not used" not in notice
+    at = adapter.parent  # their folder will do too
+    for key, words in (
+        ([], r"holds adapters, and the model has none: --set lora.rank=4 --set lora.alpha=4"),
+        (["lora.rank=2"], r"trained with lora.rank = 4, and this run has 2: --set lora.rank=4"),
+        (["lora.rank=4", "lora.alpha=16"], r"trained with lora.alpha = 4, and this run has 16.0: --set lora.alpha=4"),
+        (
+            ["lora.rank=4", "lora.targets=['q_proj']"],
+            r"of another model or of other layers: 24 of its tensors have no place",
+        ),
+    ):
+        with pytest.raises(InputError, match=words):
+            execute(load(overrides=(*keys, f"task.name='{small}'", "train.steps=1", *key, f"train.init_from='{at}'")))
     weights = load_file(Path(again.summary["folder"]) / "model.safetensors")
     for name, value in load_file(first / "model.safetensors").items():
         torch.testing.assert_close(weights[name], value)
@@ -89,6 +101,25 @@ def test_adapters_and_a_plain_model_are_what_a_run_begins_with(small: Path) -> N
     save_file(other, "other.safetensors")
     with pytest.raises(InputError, match=r"5 frozen weights, which no step would .*init_rename"):
         execute(load(overrides=(*own, "train.init_from=other.safetensors")))
+
+
+def test_the_losses_are_those_of_peft_under_accelerate(small: Path) -> None:
+    """A run without a line of Python against a script of forty, from the same adapters on."""
+    pytest.importorskip("accelerate", reason="needs accelerate, which is not installed here")
+    import peft_accelerate
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(str(small))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained("begun")
+    theirs = peft_accelerate.main(str(small), "chat.jsonl", "begun", 3, 0.01)
+    keys = (f"task.name='{small}'", "task.files=['chat.jsonl']", "lora.rank=4", "lora.alpha=8", "train.device=cpu",
+            "train.init_from=begun", "optimizer.lr=0.01", "train.steps=3", "train.checkpoint_every=0")  # fmt: skip
+    rows = len(resolve_task(str(small), load(overrides=keys).config.task).data)
+    run = execute(load(overrides=(*keys, f"train.batch_samples={rows}", "train.log_every=1")))
+    lines = (Path(run.summary["folder"]) / "metrics.jsonl").read_text().splitlines()
+    own = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    assert theirs[0] - theirs[-1] > 0.01
+    assert own == pytest.approx(theirs, rel=1e-5)
 
 
 def test_packed_rows_have_the_losses_of_single_ones(small: Path) -> None:

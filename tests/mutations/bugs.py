@@ -800,6 +800,17 @@ ADAPTERS = [
     bug("modules that are trained whole are left out of the adapters' file", "adapters.peft_files:write_adapters",
         "for name, tensor in state.items()}", 'for name, tensor in state.items() if "lora_" in name}',
         "check:adapters_out", "single"),
+    bug("an adapter's file has the halves of two ranks in the wrong order", "engine.weights_out:trained_parameters",
+        "{name: tensor.cpu().clone()",
+        '{name: tensor.cpu().clone().roll(len(tensor) // 2 if "lora_" in name else 0, 0)',
+        "check:adapters_out_of_tp", "tp=2"),
+    bug("a frozen base decays", "step.train_step:update", "return result",
+        "[p.data.mul_(0.999) for p in state.module.parameters() if not p.requires_grad]; return result",
+        A + "of_folder", "dp_replicate=2"),
+    bug("what is learned begins a token early", "data.jsonl:JsonlSource.read", "np.where(learn, ids, IGNORED)",
+        "np.where(np.roll(learn, -1), ids, IGNORED)", "check:packed_examples", "single"),
+    bug("packed examples see each other", "data.jsonl:JsonlSource.read", "= np.arange(len(ids))",
+        "= np.arange(at, at + len(ids))", "check:packed_examples", "single"),
 ]  # fmt: skip
 
 BUGS = [

@@ -1,10 +1,12 @@
-"""What a proof of steps does not see: files that go out of a run, read by others. Each returns an error by what it is.
+"""What a proof of steps does not see: files that go out of a run, and rows of examples. Each returns errors by name.
 
 Run on ranks with a bug in place, as `check:FUNCTION` in the place of a task; without it all errors are below `BAR`.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -14,30 +16,83 @@ from torch import nn
 
 from shardwise import parallelize
 from shardwise.hf import export, save_adapters
+from shardwise.hf import task as hf_task
 
 BAR = 1e-5  # relative, in float32
 
 
-def adapters_out() -> dict[str, float]:
+def adapters_out(plan: str = "single") -> dict[str, float]:
     """Logits of a trained model against those of its adapters as peft loads them, and of the merged folder."""
     import peft
     import transformers
 
-    engine = parallelize(adapter_tasks.configured(), "single")
+    engine = parallelize(adapter_tasks.configured(), plan)
     for step in range(2):
         engine.step(engine.task.batch(step))
     with tempfile.TemporaryDirectory() as home:
         adapter = save_adapters(engine, Path(home) / "adapter")
+        weights = {name: value.cpu().clone() for name, value in engine.full_parameters()}
+        if engine.rank > 0:  # the first alone has written
+            engine.close()
+            return {}
+        module = engine.task.model()
+        module.load_state_dict(weights, strict=False)
+        own = _logits(module)
         merged = export(adapter, Path(home) / "merged", adapter_tasks.small_llama(), merge=True)
         base = transformers.AutoModelForCausalLM.from_pretrained(str(adapter_tasks.small_llama()))
         models = {
             "logits of the adapters": peft.PeftModel.from_pretrained(base, str(adapter)),
             "logits of the merged folder": transformers.AutoModelForCausalLM.from_pretrained(str(merged)),
         }
-        own = _logits(engine.module)
         errors = {name: float((_logits(model) - own).abs().max() / own.abs().max()) for name, model in models.items()}
     engine.close()
     return errors
+
+
+def adapters_out_of_tp() -> dict[str, float]:
+    """The same where two ranks have a half of each adapter."""
+    return adapters_out("tp=2")
+
+
+@torch.no_grad()
+def packed_examples() -> dict[str, float]:
+    """Rows of chats against what is learned by hand, and the losses of packed rows against those of single ones."""
+    from chat_tokenizer import STYLES, TALK, styled
+    from torch.nn.functional import cross_entropy
+
+    from shardwise.data import JsonlSource
+    from shardwise.data.chat import ChatTemplate
+
+    style = STYLES["chatml"]
+    with tempfile.TemporaryDirectory() as home:
+        theirs = styled(Path(home), style)
+        path = Path(home) / "chat.jsonl"
+        path.write_text("\n".join(json.dumps({"messages": TALK[:last]}) for last in (3, 5)))
+        packed, single = (
+            JsonlSource(path, 400, tokenizer=home, template=ChatTemplate(home), pack=pack) for pack in (True, False)
+        )
+    answers = "".join(re.findall("«(.*?)»", style.by_hand))
+    row, rows = packed.read([0]), single.read([0, 1])
+    learned = theirs.decode(rows["labels"][1][rows["labels"][1] != -100])
+    model = _tiny(len(theirs))
+    sums = []
+    for batch in (row, rows):
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[:, :-1]
+        sums.append(cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"))
+    return {
+        "what is learned": float(learned != answers),
+        "the loss of packed examples": float(abs(sums[0] / sums[1] - 1)),
+    }
+
+
+def _tiny(words: int) -> nn.Module:
+    import transformers
+
+    # weights that are large, so that what a token sees matters
+    config = transformers.LlamaConfig(vocab_size=words, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                      num_attention_heads=2, initializer_range=1.0)  # fmt: skip
+    torch.manual_seed(0)
+    return hf_task(config, batch=lambda step: {}).model().double().eval()
 
 
 @torch.no_grad()

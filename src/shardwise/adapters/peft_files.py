@@ -6,6 +6,7 @@ adapter_model.safetensors   the trained tensors alone, under the names that peft
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import nn
 from shardwise.errors import InputError
 
 ADAPTER, WEIGHTS, CONFIG = "default", "adapter_model.safetensors", "adapter_config.json"
+# what peft's configuration calls it -> the key of a configuration here: all of them are part of what adapters compute
+_KEYS = {"r": "lora.rank", "lora_alpha": "lora.alpha", "use_rslora": "lora.rslora", "use_dora": "lora.dora"}
 _PREFIX = "base_model.model."  # of every name in the file: peft's two wrappers
 
 
@@ -54,3 +57,25 @@ def write_adapters(module: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
         shutil.rmtree(folder)
     partial.replace(folder)
     return folder
+
+
+def adapters_at(path: str | Path) -> Path | None:
+    """Returns the file of peft's weights that a path is, or that lies in the folder; None for anything else."""
+    file = Path(path) / WEIGHTS if Path(path).is_dir() else Path(path)
+    return file if file.name == WEIGHTS and (file.parent / CONFIG).is_file() else None
+
+
+def refuse_other_adapters(file: Path, module: Any) -> None:
+    """Raise `InputError` where a file's adapters would compute something else in the module than they do in peft."""
+    theirs = json.loads((file.parent / CONFIG).read_text(encoding="utf-8"))
+    if not has_adapters(module):
+        keys = " ".join(f"--set {key}={json.dumps(theirs[name])}" for name, key in _KEYS.items() if theirs.get(name))
+        raise InputError(f"{file} holds adapters, and the model has none: {keys}")
+    own = module.peft_config[ADAPTER]
+    for name, key in _KEYS.items():
+        value = getattr(own, name, None)
+        if name in theirs and value != theirs[name]:
+            wanted = json.dumps(theirs[name])
+            raise InputError(
+                f"{file} was trained with {key} = {wanted}, and this run has {value}: --set {key}={wanted}"
+            )

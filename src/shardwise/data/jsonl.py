@@ -29,6 +29,7 @@ from shardwise.data.tokenizer import read_tokenizer
 from shardwise.errors import InputError
 
 IGNORED = -100
+FORMS = 'expected {"messages": [{"role": ..., "content": ...}]}, {"prompt": ..., "completion": ...} or {"text": ...}'
 Encode = Callable[[str], list[int]]
 
 
@@ -58,11 +59,16 @@ class JsonlSource:
         end = read.end if end is None else end
         if end is None and tokenizer is not None:
             self.notices.append("the tokenizer tells no end-of-text token, so documents end without one: give end=")
+        self._without_words = 0
         documents = [
             self._document(where, line, read.encode, end) for path in self.paths for where, line in json_lines(path)
         ]
         if not documents:
-            raise InputError(f"{', '.join(map(str, self.paths))}: there is no line to learn from")
+            raise InputError(f"{', '.join(map(str, self.paths))}: there is no line to learn from; {FORMS} on each")
+        if self._without_words:
+            self.notices.append(
+                f"{self._without_words} of {len(documents)} documents have an empty answer: its closing mark is learned"
+            )
         cut = sum(len(tokens) > seq_len for tokens, _ in documents)
         left = [(tokens, learn) for tokens, learn in documents if learn[1:seq_len].any()]
         if cut:
@@ -82,13 +88,19 @@ class JsonlSource:
 
     def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
         if self.template is not None and isinstance(line.get("messages"), list):
-            ids, learned = self.template.document(where, line["messages"])
+            options = {"tools": line["tools"]} if line.get("tools") else {}
+            ids, learned = self.template.document(where, line["messages"], **options)
+            self._without_words += any(
+                turn["role"] == "assistant" and turn.get("content") == "" for turn in line["messages"]
+            )
             if not any(learned[1:]):
                 raise InputError(f"{where}: nothing to learn: {_unlearned(line['messages'])}")
             return np.asarray(ids, dtype=np.int32), np.asarray(learned, dtype=bool)
         tokens: list[int] = []
         learn: list[bool] = []
-        for text, counts in _pieces(where, line):
+        pieces = _pieces(where, line)
+        self._without_words += not any(text for text, counts in pieces if counts)
+        for text, counts in pieces:
             ids = encode(text)
             tokens += ids
             learn += [counts] * len(ids)
@@ -126,7 +138,8 @@ def _unlearned(messages: list[Any]) -> str:
     """Returns why nothing of a conversation is learned."""
     roles = dict.fromkeys(message.get("role") for message in messages if isinstance(message, dict))
     if "assistant" in roles:
-        return "the assistant says nothing"
+        says = any(message.get("content") for message in messages if message.get("role") == "assistant")
+        return "the chat template marks nothing of the answers" if says else "the assistant says nothing"
     return f"no message has the role assistant, but {', '.join(map(repr, roles)) or 'none'}"
 
 
@@ -164,13 +177,9 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise InputError(
-            f"{where}: not JSON: {error}; each line is an object with prompt and completion, messages, or text"
-        ) from None
+        raise InputError(f"{where}: not JSON: {error}; {FORMS} on each line") from None
     if not isinstance(record, dict):
-        raise InputError(
-            f"{where}: a {type(record).__name__}, expected an object with prompt and completion, messages, or text"
-        )
+        raise InputError(f"{where}: a {type(record).__name__}; {FORMS}")
     return record
 
 
@@ -185,7 +194,8 @@ def _pieces(where: str, line: dict[str, Any]) -> list[tuple[str, bool]]:
         pieces = [(line["text"], True)]
     else:
         keys = ", ".join(line) or "nothing"
-        raise InputError(f"{where}: has {keys}; expected prompt and completion, messages, or text")
-    if not all(isinstance(text, str) for text, _ in pieces):
-        raise InputError(f"{where}: a field that should be text is of another type")
+        raise InputError(f"{where}: has {keys}; {FORMS}")
+    for text, _ in pieces:
+        if not isinstance(text, str):
+            raise InputError(f"{where}: {json.dumps(text)[:60]} where text should be; {FORMS}")
     return pieces

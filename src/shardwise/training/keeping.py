@@ -20,6 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from shardwise.adapters.peft_files import adapters_at, refuse_other_adapters
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.inspect import opened
 from shardwise.checkpoint.load import Restored, load_weights, restore
@@ -205,9 +206,17 @@ class Keeper:
 
     def _take_weights(self, source: str) -> None:
         renames = self.job.effective.config.train.init_rename
-        with opened(source) as stored:
+        if (adapters := adapters_at(source)) is not None:
+            refuse_other_adapters(adapters, self.engine.module)
+        with opened(adapters or source) as stored:
             self._refuse_damage(stored)
             matched = load_weights(self.engine, stored, dict(pair.split("=", 1) for pair in renames))
+        if adapters is not None and matched.unused:
+            raise InputError(
+                f"train.init_from: {adapters} are adapters of another model or of other layers: {len(matched.unused)} "
+                f"of its tensors have no place of their shape in this one ({', '.join(matched.unused[:3])}). Give the "
+                "folder that they were trained on, and the lora.targets of theirs"
+            )
         drawn = sorted({*matched.missing} & {*self.engine.state.frozen_names})
         if drawn and matched.unused:
             raise InputError(
