@@ -8,6 +8,13 @@ room's quota (part and parallel 7, step and data 4, random, training, engine and
 tiers 2, look, memory and boundary 1). Passed over: what decides messages, refusals, times or places alone; functions
 that are called while their module is imported; and, since a proof says that it leaves them out, readers of files of
 fields and `train.init_from`. Each edit was written down before the first of them ran.
+
+Of 45 five are left out since: one of a function that scripts alone call, and four that change no number. (An optimizer
+that sets `.data` never steps pieces; another holder of the same tensor is found; a transposed weight's share is seen to
+be wrong before the first step, and the weight stays whole; kernels copy a field that keeps its size, whatever the
+factor, where shardwise did not.) Eight had a task or a spelling that did not meet the edit, and have another one now.
+Of the other 32 28 were found as they were. The four that were not (how a blend goes on, a source that tells too few
+samples, Python's generator in each step, what is written in the background) are found since, by what `proof/` says.
 """
 
 from __future__ import annotations
@@ -108,7 +115,7 @@ COMM = [
 
 TRACE = [
     bug("of an operation's results the first alone is influenced", "trace.backwards:influenced", "update(op.makes)",
-        "update(op.makes[:1])", "taken_tasks:residual", "pp=2"),
+        "update(op.makes[:1])", T + "halved", "pp=2"),
     bug("a written buffer is used once", "trace.flow:Flow.written_buffers",
         "spans[state] = spans.get(state, (op.time, 0))[0], op.time", "spans.setdefault(state, (op.time, op.time))",
         T + "centred", "pp=2"),
@@ -117,27 +124,20 @@ TRACE = [
 TIERS = [
     bug("state comes back into the buffer's beginning", "tiers.stepping:StateTiers._bring", "entry.offset", "0",
         M + "decoder", "dp_replicate=2,offload=optimizer:disk"),
-    bug("weights that the optimizer has replaced are lost", "tiers.stepping:StateTiers._gather_views",
-        "param.data_ptr() != place.data_ptr()", "param.data_ptr() == place.data_ptr()", T + "assigning",
-        "dp_shard=2,zero=1,offload=optimizer:disk"),
 ]  # fmt: skip
 
 PARALLEL = [
     bug("blocks of a ring bear the other neighbour's number", "parallel.sequence.passing:_steps",
         "yield source, block", "yield (me + step) % axis.size, block", M + "decoder", "cp=2"),
-    bug("a tensor is looked for before it is made", "parallel.pipeline.inner:where",
-        "call.enter if is_argument else call.exit", "call.exit if is_argument else call.enter", "taken_tasks:residual",
-        "pp=2"),
     bug("the first hidden state's gradient goes back alone", "parallel.pipeline.backward:whole",
         "if o.requires_grad]", "if o.requires_grad][:1]", "pipeline_tasks:conditioned", "pp=2"),
     bug("attention of transformers loses its factor", "parallel.sequence.hf_attention:_attention",
         "dropout_p=dropout, scale=scaling", "dropout_p=dropout", T + "granite", "cp=2"),
     bug("parameters beside experts are not reached", "parallel.expert.reduce:WithExperts.finish_micro_batch",
         "used |= ", "used = ", M + "moe", "dp_shard=2,ep=2,zero=2"),
-    bug("experts are cut as other weights are", "parallel.expert.reduce:WithExperts.select",
-        "self._rank(technique, shard_rank)", "shard_rank", M + "moe", "dp_shard=4,ep=2,zero=2"),
     bug("ranks of experts and of the rest change places", "parallel.expert.reduce:WithExperts._rank",
-        "technique is self.experts", "technique is not self.experts", M + "moe", "dp_shard=4,ep=2,zero=1"),
+        "technique is self.experts", "technique is not self.experts", M + "moe", "dp_shard=4,ep=2,zero=0",
+        clip_norm=0.1),
 ]  # fmt: skip
 
 PART = [
@@ -145,21 +145,17 @@ PART = [
         "sum(d < part.dim_cut for d in gone)", "len(gone)", T + "scored", "cp=2"),
     bug("a dim that goes moves those before it", "part.rules.losses:_without", "dim > gone", "dim < gone",
         T + "segments", "domain=2"),
-    bug("a field of the same size is not resized", "part.rules.resize_tables:Table.same",
-        " and self.scale in (None, 1.0)", "", T + "stretched", "domain=2"),
     bug("a deep halo is thought a row deeper", "part.tiles.deep:_computable", "along.stride + 1", "along.stride + 2",
-        T + "segments", "domain=2,domain_depth=2"),
+        T + "uneven", "domain=2,domain_depth=2"),
     bug("the gradient of a slice lies at the share's beginning", "part.rules.slices:slice_backward",
         "dim, first, last, apart)", "dim, 0, last - first, apart)", T + "sloped", "domain=2"),
     bug("a padding row of a cut table is trained", "part.rules.embeddings:_Rows.forward", "ctx.padding = padding",
         "ctx.padding = -1", T + "padded", "tp=2"),
-    bug("a transposed matrix is cut along the same dim", "part.rules.dim_order:t", "1 - part.dim_cut if",
-        "part.dim_cut if", M + "decoder", "tp=2"),
 ]  # fmt: skip
 
 REST = [
     bug("the terms with a weight of their own are the others", "look.task_look:_look_at_few",
-        "extra.weight is not None", "extra.weight is None", M + "moe", TWO),
+        "extra.weight is not None", "extra.weight is None", T + "sometimes", TWO),
     bug("every later chunk is the second one", "memory.chunk_runs:Program.chunk", "turn(self.count, index)",
         "turn(self.count, min(index, 1))", M + "decoder", "position_chunks=3"),
     bug("patches are padded twice", "boundary:_unfold", "[0 if d in widths else pads[d] for d in range(2)]", "pads",

@@ -7,6 +7,7 @@ from functools import partial
 import domain_tasks
 import pipeline_tasks
 import run_tasks
+import taken_tasks
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,23 +67,27 @@ def assigning() -> Task:
 
 
 def factored() -> Task:
-    return run_tasks.classified().with_(optimizer=partial(torch.optim.Adafactor, lr=1e-2))
+    return run_tasks.layered().with_(optimizer=partial(torch.optim.Adafactor, lr=1e-2))
+
+
+def assigned() -> Task:
+    return run_tasks.layered().with_(optimizer=Assigns)
 
 
 class Centred(nn.Module):
-    """Keeps a running mean of what its first layer gives, and takes it off behind the last one."""
+    """Takes off a running mean of what it is given, which is brought up to date at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
         self.register_buffer("mean", torch.zeros(8))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        self.mean.lerp_(x.detach().mean(0), 0.1)
-        for layer in self.layers[1:]:
+    def forward(self, given: Tensor) -> Tensor:
+        x = given - self.mean
+        for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        return x - self.mean
+        self.mean.lerp_(given.mean(0), 0.1)
+        return x
 
 
 def centred() -> Task:
@@ -96,13 +101,14 @@ def _rows(step: int) -> dict[str, Tensor]:
 
 
 class Plain(Biased):
-    """Slopes in an attribute that is no buffer."""
+    """A table in an attribute that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        slopes = self.slopes
-        del self.slopes
-        self.slopes = slopes * 1.5
+        self.table = torch.linspace(0, 9, 1024 * 8).view(1024, 8).cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table[: x.shape[1]].to(x.dtype))
 
 
 class Scored(Biased):
@@ -135,6 +141,14 @@ class Segments(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class Uneven(Segments):
+    """The second convolution reads further to one side than to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = nn.Conv2d(6, 6, 4, padding="same")
 
 
 class Highest(Segments):
@@ -176,6 +190,10 @@ def _squares(output: Tensor, batch: dict[str, Tensor]) -> tuple:
 def segments() -> Task:
     return Task(model=Segments, batch=_field, inputs=lambda batch: ((batch["x"],), {}), loss=_of_cells,
                 optimizer=partial(torch.optim.AdamW, lr=1e-2))  # fmt: skip
+
+
+def uneven() -> Task:
+    return segments().with_(model=Uneven)
 
 
 def highest() -> Task:
@@ -235,3 +253,47 @@ def _with_mask(batch: dict[str, Tensor]) -> tuple:
     ends = 4 + torch.arange(len(tokens), device=tokens.device)[:, None] % 6
     mask = (torch.arange(tokens.shape[1], device=tokens.device)[None] <= ends).long()
     return (), {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+
+
+class Halved(taken_tasks.Residual):
+    """Layers give twice as much, of which the second half goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Half(2, 8), Half(8, 8), Half(8, 8), Half(8, 1)])
+
+
+class Half(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(before, 2 * after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x).chunk(2, 1)[1]
+
+
+def halved() -> Task:
+    return taken_tasks.residual().with_(model=Halved)
+
+
+def _sometimes(output: Tensor, batch: tuple) -> tuple:
+    """A term over the samples of one class, which some ranks do not have."""
+    total, weight = tasks.feature_loss(output, batch)
+    chosen = output[batch[1] == 1]
+    return (total, weight, {"length": (chosen.square().sum(), len(chosen))} if len(chosen) else {})
+
+
+def sometimes() -> Task:
+    return mlp().with_(loss=_sometimes)
+
+
+class Transposed(Padded):
+    """Multiplies by a transposed weight in its own words."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = torch.tanh(self.embed(tokens) @ self.first.weight.t() + self.first.bias)
+        return h @ self.head.weight.t()
+
+
+def transposed() -> Task:
+    return padded().with_(model=Transposed)
