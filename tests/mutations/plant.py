@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, cached_property
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -121,6 +121,8 @@ def _found(where: str) -> Any:
             found = found.__func__
         if isinstance(found, property):
             found = found.fget
+        if isinstance(found, cached_property):
+            found = found.func
     return found
 
 

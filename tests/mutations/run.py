@@ -142,8 +142,7 @@ def _proof(bug: Bug, pool: Any) -> Parity:
             return verify_script(path, plan=bug.plan, pool=pool, timeout_s=200)
     if not file.endswith(".toml"):
         return verify(bug.task, bug.plan, pool=pool, timeout_s=60, **bug.options)
-    values = [Given(*change.split("=", 1), "the bug") for change in changes]
-    effective = load(ROOT / "tests" / file, values=[*values, Given("plan", bug.plan, "the bug")])
+    effective = load(ROOT / "tests" / file, changes, [Given("plan", bug.plan, "the bug")])
     return verify_run(effective, pool=pool, timeout_s=60, **bug.options)
 
 

@@ -56,6 +56,8 @@ KEPT_APART: dict[str, tuple[tuple[int, ...], Operation]] = {
     "response": (FIELD, lambda x, w: F.local_response_norm(x, 2)),
     **{mode: (FIELD, lambda x, w, mode=mode: F.interpolate(x, scale_factor=2, mode=mode))
        for mode in ("nearest", "bilinear", "bicubic", "area")},
+    **{f"{mode} of one size": (FIELD, lambda x, w, mode=mode: F.interpolate(x, scale_factor=1.05, mode=mode))
+       for mode in ("nearest", "bilinear")},
     "batch norm": (FIELD, lambda x, w: F.batch_norm(x, None, None, training=True)),
     "among all others": (FIELD, lambda x, w: x * torch.isin((4 * x).round(), (4 * x.flip(0)).round())),
     "turned": (FIELD, lambda x, w: torch.rot90(x, 1, (2, 3))),

@@ -6,6 +6,7 @@ by `DRAWS`, and by torch with a generator of its own. Means of bounded functions
 
 The bits that numbers are made of are computed again too: element i of a tensor of the whole micro-batch has the hash of
 i under the operation's key. Rows of packed sequences, which count otherwise, are looked at for equal ones alone.
+Python's generator and numpy's have to begin each micro-batch otherwise.
 
 What this does not do: compare more of a distribution than its first two moments, or operations without a rule.
 """
@@ -13,6 +14,7 @@ What this does not do: compare more of a distribution than its first two moments
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ class CheckedRandom(GlobalRandom):
         self.differences: list[str] = []
         self._compared = set[str]()
         self._keys = set[int]()  # of this micro-batch's draws
+        self._begun: dict[tuple, tuple] = {}  # by the state of Python's generator or numpy's: the micro-batch begun
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the result of a random operation, drawn by global index."""
@@ -58,10 +61,17 @@ class CheckedRandom(GlobalRandom):
             self._tell(f"{func} rounds float64 to {kwargs['dtype']}, on both sides")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def begin(self, *args: Any, **kwargs: Any) -> None:
+    def begin(self, seed: int, step: int, micro_batch: int, *args: Any, **kwargs: Any) -> None:
         """Starts a micro-batch."""
-        super().begin(*args, **kwargs)
+        super().begin(seed, step, micro_batch, *args, **kwargs)
         self._keys.clear()
+        place = (seed, step, micro_batch)
+        for name, state in (
+            ("Python", random.getstate()),
+            ("numpy", np.random.get_state(legacy=False)["state"]["key"].tobytes()),
+        ):
+            if self._begun.setdefault((name, state), place) != place:
+                self._tell(f"{name}'s generator begins two micro-batches alike")
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
         """Returns the bits, each the hash of its element's place, or which of them are below `rate`."""

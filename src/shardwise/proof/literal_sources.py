@@ -4,6 +4,8 @@
     TokenSource  a window of its file, counted through the files from the first
     ArraySource  one row of each array
 
+How many samples each of them has is counted again too.
+
 Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
 
 What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, or what a user has written.
@@ -34,6 +36,28 @@ def one_by_one(data: Any, indices: list[int]) -> Any:
     with as_written(), default_dtype(torch.float32):
         rows = [read(source, len(source) * index // len(data)) for index in indices]
         return tree_map(lambda *leaves: torch.cat([torch.as_tensor(leaf) for leaf in leaves]), *rows)
+
+
+def miscounted(task: Any) -> list[str]:
+    """Returns a sentence for each of a task's sources that has another number of samples than it tells."""
+    told = []
+    for name in ("data", "eval_data"):
+        source = getattr(task, name)
+        count = _count(source)
+        if count is not None and count != len(source):
+            told.append(f"{name} has {count} samples, and tells {len(source)}")
+    return told
+
+
+def _count(source: Any) -> int | None:
+    if isinstance(source, Blend):
+        counts = [(_count(one), one) for one in source.sources]
+        return sum(len(one) if count is None else count for count, one in counts)
+    if isinstance(source, TokenSource):
+        return source.span[1] - source.span[0]
+    if isinstance(source, ArraySource):
+        return len(_read(next(iter(source.sources.values()))))
+    return None
 
 
 def _reader(source: Any) -> Callable[[Any, int], Any] | None:
@@ -68,6 +92,8 @@ def _of_tokens(source: TokenSource, index: int) -> Any:
 
 
 def _of_arrays(source: ArraySource, index: int) -> Any:
-    arrays = {name: np.load(array, mmap_mode="r") if isinstance(array, str | Path) else array
-              for name, array in source.sources.items()}  # fmt: skip
-    return {name: torch.from_numpy(np.array(array[index])[None]) for name, array in arrays.items()}
+    return {name: torch.from_numpy(np.array(_read(array)[index])[None]) for name, array in source.sources.items()}
+
+
+def _read(array: Any) -> Any:
+    return np.load(array, mmap_mode="r") if isinstance(array, str | Path) else array

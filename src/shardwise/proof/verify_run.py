@@ -30,7 +30,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import cut
-from shardwise.proof import literal_settings, own_run
+from shardwise.proof import literal_settings, literal_sources, own_run
 from shardwise.proof.compare_records import number_error, tensor_error
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.own_precision import verify_precision
@@ -186,7 +186,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     every = train.eval_every if train.eval_every is None or train.eval_every < steps else 2
     changed: dict[str, Any] = {
         "steps": steps, "epochs": None, "randomness": "global", "device": "cpu", "eval_every": every, "log_every": 1,
-        "checkpoint_every": None, "checkpoint_minutes": 1e-9, "checkpoint_background": False, "checkpoint_keep": 1,
+        "checkpoint_every": max(1, steps - 1), "checkpoint_minutes": None, "checkpoint_keep": 1,
         "checkpoint_folder": None, "profile_steps": None, "cluster": None, "generate": 0, "sinks": [],
     }  # fmt: skip
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
@@ -194,7 +194,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     total = max(job.steps, steps)  # the run's own schedule, not one squeezed into a few steps
     length = None if task.data is None else len(task.data)
     factor = make_schedule(config.schedule, total)
-    parity.differences += literal_settings.differences(job, length, factor, total)
+    parity.differences += literal_settings.differences(job, length, factor, total) + literal_sources.miscounted(task)
     small = job.with_(
         effective=replace(effective, config=config, plan=plan),
         steps=steps,

@@ -4,8 +4,8 @@
     positions of the order   first     around block 2's    in the last     across the epoch's   in the next epoch
                              ones      begin               block           end
 
-The ranks ask the source's own order (`Visited`). The one process deals a blend by itself (`literal`): it counts how
-many samples each source has given before.
+The ranks ask the source's own order (`Visited`), a blend's in every other batch as a run finds it that goes on there.
+The one process deals a blend by itself (`literal`): it counts how many samples each source has given before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.blend import Blend
+from shardwise.data.blend import Blend, BlendOrder
 from shardwise.data.order import Order
 from shardwise.proof.literal_order import sample_at, shuffled
 
@@ -36,9 +36,16 @@ class Visited(Order):
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Returns the samples of the own order at the places that stand for [start, stop)."""
-        assert self.own is not None
         places = _places(self.starts, self.batch, start, stop)
-        return np.concatenate([self.own.indices(place, place + 1) for place in places])
+        return np.concatenate([self._at(start + at, place) for at, place in enumerate(places)])
+
+    def _at(self, position: int, place: int) -> np.ndarray:
+        """Returns the sample there: of every other batch as a run finds it that goes on there, as a blend's may."""
+        own = self.own
+        assert own is not None
+        if isinstance(own, BlendOrder) and position // self.batch % 2:
+            own = own.continued(own.state(place), place)
+        return own.indices(place, place + 1)
 
 
 def starts_of(length: int, batch: int) -> tuple[int, ...]:

@@ -42,7 +42,10 @@ def interpolate(
     # one rounding at the end for 16-bit fields, not one for each dim
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
     double, host = wide is torch.float64, on_host(input.device)
-    tables = [Table(n, m, mode != "nearest", bool(align_corners), s, double, host)
+    linear = mode != "nearest"
+    # linear kernels copy what keeps its size, whatever the factor: a CPU's by dim, others where all dims keep theirs
+    copied = linear and (host or sizes == list(input.shape[2:]))
+    tables = [Table(n, m, linear, bool(align_corners), None if copied and n == m else s, double, host)
               for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)]  # fmt: skip
     if not all(table.one_way for table in tables):
         return _interpolated_whole(input, *options)
