@@ -39,7 +39,7 @@ PLANS = [
     "dp_replicate=4,tp=2",
 ]  # fmt: skip
 RUNS = {
-    "mutations/run.toml": ["fp32"], "mutations/tokens.toml": ["fp32"],
+    "mutations/run.toml": ["fp32"], "mutations/tokens.toml": ["fp32", "bf16"],
     "mutations/narrow.toml": ["fp32", "bf16", "fp16"],  # a CPU runs one in 16 bits
 }  # fmt: skip
 RUN_PLANS = ["dp_replicate=2", "dp_shard=3,zero=3", "dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3", "tp=2"]

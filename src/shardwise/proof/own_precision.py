@@ -17,7 +17,7 @@ What this does not do: `compile` (masks by global index need eager ops), and err
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
+from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.precision import met_at
 from shardwise.proof import dtypes
 from shardwise.proof.dtypes import SeenDtypes
@@ -59,6 +60,7 @@ class Narrow:
     skipped  steps that overflowed
     scales   of the loss after each step; 0 where it has none
     dtypes   of one process's modules in the first step; of a rank in one step more
+    adds_up  the loss is one sum over samples, whatever parts they are computed in
     """
 
     rate: float
@@ -71,6 +73,7 @@ class Narrow:
     skipped: int = 0
     scales: list[float] = field(default_factory=list)
     dtypes: SeenDtypes = field(default_factory=SeenDtypes)
+    adds_up: bool = True
 
 
 def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callable[..., list[Any]]) -> Parity:
@@ -90,7 +93,11 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         parity.loss_error = 0.0
         parity.unproven.append(f"one process cannot run in {plan.precision}: {type(failure).__name__}: {message}")
         return parity
-    nudges = [plain_steps(task, plan, replace(settings, nudge=n), reference.rate) for n in range(1, NUDGES + 1)]
+    parts = plan.data_ranks if reference.adds_up else 1
+    nudges = [
+        plain_steps(task, plan, replace(settings, nudge=n), reference.rate, parts if n == NUDGES else 1)
+        for n in range(1, NUDGES + 1)
+    ]
     # a compiled block does not show its draws, and masks follow them; SGD keeps no state that could rest by a code
     exact = plan.with_(compile=False, optimizer_state="full")
     ranks = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)
@@ -224,8 +231,13 @@ def spoiling(loss: Callable[..., Any], now: Callable[[], bool]) -> Callable[...,
     return spoilt
 
 
-def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None) -> Narrow:
-    """Returns what one process does in the plan's precision, by a plain loop. `rate`: None, found in the first step."""
+def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None, parts: int = 1) -> Narrow:
+    """Returns what one process does in the plan's precision, by a plain loop.
+
+    rate   None: found in the first step
+    parts  into which the samples of a micro-batch are cut, as ranks have them. What 16 bits lose where a kernel adds up
+           many rows (an embedding's gradient) is less in a part of them, however weights are moved
+    """
     compute, master = _compute(plan), _master(plan)
     module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32), nudge=0))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
@@ -233,6 +245,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     for _, param in module.named_parameters():
         param.data = param.data.to(compute)
     record = Narrow(rate or 0.0, initial={name: value.double() for name, value in masters.items()})
+    record.adds_up = task.loss_scope == "sample" and not batch_norm_modules(module)
     random, scale, good = GlobalRandom(BatchDims()), 0.0, 0
     for step in range(STEPS):
         for place, (name, param) in enumerate(named):
@@ -241,9 +254,8 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         sums = {name: torch.zeros_like(value, dtype=_reduce(plan)) for name, value in masters.items()}
         total = weight = 0.0
         samples = count_of(batch)
-        for index in range(settings.accumulate):
-            low, high = samples * index // settings.accumulate, samples * (index + 1) // settings.accumulate
-            random.begin(settings.seed, step, index, Samples(0, high - low, high - low))
+        for index, low, high, micro in _pieces(samples, settings.accumulate, parts):
+            random.begin(settings.seed, step, index, Samples(low - micro[0], high - low, micro[1] - micro[0]))
             with (
                 random.watching(module),
                 nullcontext(SeenDtypes().returned) if step else dtypes.returned(module) as seen,
@@ -251,10 +263,12 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
                 part = samples_of(batch, low, high)
                 loss, objective = loss_in(task, module, part, compute, settings, step, record.dtypes.read)
                 record.dtypes.returned.update(seen)
+                record.adds_up &= not loss.extras
                 weight_here = float(loss.weight)
                 # in the first micro-batch, whose weight stands for each of the others
                 if compute == torch.float16 and not scale:  # 2^15 over the global weight
-                    scale = 2.0 ** (15 - round(math.log2(max(weight_here * settings.accumulate, 1.0))))
+                    over = weight_here * settings.accumulate * parts
+                    scale = 2.0 ** (15 - round(math.log2(max(over, 1.0))))
                 (objective * (scale or 1.0)).backward()
             total, weight = total + float(objective.detach()), weight + weight_here
             for name, param in named:
@@ -283,6 +297,17 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
             value.sub_((record.rate * clip * gradients[name]).to(master))
     record.weights = {name: value.double() for name, value in masters.items()}
     return record
+
+
+def _pieces(samples: int, accumulate: int, parts: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
+    """Yields (micro-batch, first sample, behind the last, the micro-batch's own two) of each part that has samples."""
+    for index in range(accumulate):
+        micro = samples * index // accumulate, samples * (index + 1) // accumulate
+        count = micro[1] - micro[0]
+        for part in range(parts):
+            low, high = micro[0] + count * part // parts, micro[0] + count * (part + 1) // parts
+            if high > low:
+                yield index, low, high, micro
 
 
 def _rounded_norms(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[float, float]:
