@@ -531,7 +531,7 @@ IN_WORDS = [
     (["plan", *SHAPE, "--fix", "tp=8", "--max-tp", "4"], 2, "contradicts --max-tp 4: leave one of them out"),
     (["plan", *SHAPE, "--fix", "zero=3,dp_shard=1"], 2, "together: leave one of them out"),
     (["plan", *SHAPE, "-o", "nowhere/best.toml"], 2, "there is no folder"),
-    (["plan", "llama3-405b", *H100], 2, "Use more devices, or a smaller batch or sequence"),
+    (["plan", "llama3-405b", *H100, "--fix", "offload=none"], 2, "Use more devices, or a smaller batch or sequence"),
     (["simulate", *SHAPE, "--plan", "tp=8", "--randomness", "fast"], 2, "without dropout: leave it out"),
     (["plan", "llama3-8b", *ONE, "--seq", "8kk", "--global-batch", "8"], 2, "such as 512, 8k or 16M, got '8kk'"),
     (["plan", "llama3-8b", *ONE, "--seq", "8k", "--global-batch", "-4"], 2, "a number of samples such as 512"),

@@ -33,7 +33,8 @@ LATER = 3  # plans that this version cannot run yet, told beside those that it c
 OFFLOADED = (
     "nothing fits in the devices' memory alone: these plans keep the optimizer's state outside of it between steps, "
     "or also what blocks keep for backward, or weights, until they are used, which each step waits for; more devices, "
-    "a smaller batch or sequence, or adapters alone (--lora 16), as frozen weights have no such state, would do without"
+    "a smaller batch or sequence, or adapters alone (--lora 16), as frozen weights have no such state, would do "
+    "without. A host's memory is not known here: how much the best takes stands at offload, in what it rests on"
 )
 EVERY_S = 0.3  # between two lines of progress
 # The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old

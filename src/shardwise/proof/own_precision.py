@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
-from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.precision import met_at
 from shardwise.proof import dtypes
 from shardwise.proof.dtypes import SeenDtypes
@@ -245,7 +245,8 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     for _, param in module.named_parameters():
         param.data = param.data.to(compute)
     record = Narrow(rate or 0.0, initial={name: value.double() for name, value in masters.items()})
-    record.adds_up = task.loss_scope == "sample" and not batch_norm_modules(module)
+    joined = any(isinstance(child, _BatchNorm) for child in module.modules())
+    record.adds_up = task.loss_scope == "sample" and not joined
     random, scale, good = GlobalRandom(BatchDims()), 0.0, 0
     for step in range(STEPS):
         for place, (name, param) in enumerate(named):
