@@ -2,7 +2,7 @@
 
     bf16    x -> its upper 16 bits, up or down by a draw, so that the mean is x         2 bytes an element
     8bit    256 elements share a scale s, their largest size: x -> code of x / s        1 + 4 / 256
-            codes are dense where sizes are small: 6 decades, twice as many values in each as in the one below
+            seven decades of sizes, with twice as many values in each as in the one below
     split   a float32 master and its bf16 weight w have their upper bits in common:     2 + 1 / 8
             master = upper half . lower half,   upper = w, or w - 1 where the lower half made it round up
 

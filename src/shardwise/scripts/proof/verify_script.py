@@ -153,8 +153,6 @@ def verify_script(
     if not many.steps and not first.steps:
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
-    if parity.exceeded:
-        parity.first = first_difference(parity)
     if not parity.equal:
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
@@ -224,6 +222,8 @@ def judge(parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[
     compare(parity, mine, theirs)
     zero_gradients(parity, mine, theirs)
     set_noise_apart(parity)
+    if parity.exceeded:
+        parity.first = first_difference(parity)
     for step in range(steps):
         if single.steps[step].settings != many.steps[step].settings:
             parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
