@@ -263,11 +263,13 @@ def refuse(
             f"ep={ep} leaves each rank some of the experts, and on a trial {named}'s update of an element hangs on "
             "the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
         )
-    spread = f"zero={zero.number}" if zero.state else f"tp={tp}" if tp > 1 else ""
-    if spread and nature.kind == "joint":
+    if (zero.state or tp > 1) and nature.kind == "joint":
+        spread, instead = (
+            (f"zero={zero.number}", "zero=0 (dp_replicate)") if zero.state else (f"tp={tp}", "dp_replicate")
+        )
         raise RefusedPlan(
-            f"{spread} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends "
-            "on the others (or it needs a closure): use dp_replicate, or an optimizer that treats tensors one by one"
+            f"{spread} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends on the "
+            f"others (or it needs a closure): use {instead}, or an optimizer that treats tensors one by one"
         )
     if stages > 1 and nature.kind == "joint":
         raise RefusedPlan(
