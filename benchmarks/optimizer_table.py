@@ -22,7 +22,7 @@ from shardwise import Task, verify
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
 
-STAGES = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3")
+STAGES = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2")
 STEPS = 3
 
 

@@ -97,6 +97,7 @@ CASES = [
     ("adam", "dp_shard=3,zero=1"), ("adam", "dp_shard=2,zero=3"), ("adagrad", "dp_shard=3,zero=3"),
     ("adagrad", "dp_replicate=2"), ("momentum", "dp_replicate=2,dp_shard=2,zero=2"), ("momentum", "tp=2"),
     ("adam", "dp_shard=2,zero=1,tp=2"), ("adafactor", "dp_shard=2,zero=3"), ("adafactor", "dp_shard=3,zero=1"),
+    ("adafactor", "tp=2"), ("adafactor", "dp_shard=2,zero=2,tp=2"),
     ("lbfgs", "dp_replicate=2"), ("one_head", "tp=2"),
 ]  # fmt: skip
 OTHERS = [

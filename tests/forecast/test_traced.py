@@ -745,7 +745,8 @@ OWN = {f.__name__: f for f in (normed, recurrent, looked_up, reentrant, not_reen
         ("reentrant", ["dp_shard=2,zero=3", "dp_shard=2,zero=3,accumulate=2"]),
         ("not_reentrant", ["dp_shard=2,zero=3"]),
         ("looked_up", ["dp_shard=2,zero=1", "dp_shard=2,zero=2,accumulate=2"]),
-        ("whole_tensors", ["dp_replicate=2", *(f"dp_shard=2,zero={stage}" for stage in (1, 2, 3))]),
+        ("whole_tensors", ["dp_replicate=2", *(f"dp_shard=2,zero={stage}" for stage in (1, 2, 3)), "tp=2"]),
+        ("whole_tensors", ["tp=2,dp_shard=2,zero=1", "tp=2,dp_shard=2,zero=3"]),
     ],
 )
 def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> None:

@@ -179,11 +179,20 @@ STEP = [
         'type(optimizer)([p for g in optimizer.param_groups for p in g["params"]], **settings)', HERE + "adagrad",
         "dp_shard=2,zero=1"),
     bug("an owner's update of one weight is not handed out", "step.owners:OwnedMasters.hand_out",
-        "if size:", "if size and i:", HERE + "adafactor", "dp_shard=2,zero=1"),
-    bug("an owner gets pieces in the wrong order", "step.owners:OwnedMasters.collect_gradients",
+        "if i in used and i in self._slot:", "if i and i in used and i in self._slot:", HERE + "adafactor",
+        "dp_shard=2,zero=1"),
+    bug("an owner gets pieces in the wrong order", "step.owners:_Exchange.collect",
         "received[at : at + size]",
         "received[at : at + size].flip(0)", HERE + "adafactor",
         "dp_shard=2,zero=1"),
+    bug("a rank of tp keeps its own share of a weight that another updated", "step.owners:_Exchange.hand_out",
+        "rank in range(ranks) for i in mine)", "rank in [me] * ranks for i in mine)", HERE + "adafactor", "tp=2"),
+    bug("a whole weight of tp is put together from shares of one rank", "step.owners:OwnedMasters._shares",
+        "cut.owners.indices(rank)", "cut.owners.indices(0)", HERE + "adafactor", "tp=2"),
+    bug("a rank of tp updates what another one owns", "step.owners:OwnedMasters._owns",
+        "in (None, self._tensor.axis.index)", "in (None, 0)", HERE + "adafactor", "tp=2"),
+    bug("the state of a weight that tp cuts is told by another rank than its owner", "step.owners:OwnedMasters.route",
+        "self.share_owner_of[index])", "0)", HERE + "adafactor", "tp=2"),
 ]  # fmt: skip
 
 PIPELINE = [

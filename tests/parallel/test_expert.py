@@ -205,7 +205,7 @@ def test_refusals_before_the_first_step(pool: RankPool) -> None:
     counted = pool.run(told, 2, partial(expert_tasks.net, expert_tasks.Counting), plan)[0]
     assert counted.startswith("RefusedPlan")
     together = pool.run(told, 2, tasks.moe, plan, adafactor)[0]
-    assert together.startswith("RefusedPlan: ep=2 leaves each rank a share of a weight")
+    assert together.startswith("RefusedPlan: ep=2 leaves each rank some of the experts")
 
 
 def test_ranks_that_come_to_other_experts_are_named(pool: RankPool) -> None:

@@ -171,20 +171,42 @@ def test_more_ranks_than_heads_keep_attention_whole() -> None:
     assert "3 groups that must lie together, fewer than 4 ranks" in found.whole["blocks.0.attention.out.weight"]
 
 
-def _muon_like(groups: list[dict]) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(groups, lr=1e-3)
+def in_matrices() -> Task:
+    """An optimizer that needs whole matrices, on weights that tp cuts along either dim, unevenly, or not at all."""
+    return tasks.decoder_tied().with_(
+        optimizer=lambda groups: torch.optim.Muon([group for group in groups if group["name"] == "decay"], lr=1e-2)
+    )
+
+
+def in_whole_tensors() -> Task:
+    return tasks.decoder_tied().with_(optimizer=torch.optim.Adafactor)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        (in_whole_tensors, "tp=2"), (in_matrices, "tp=2,sp=true,dp_shard=2,zero=3"),
+        pytest.param(in_matrices, "tp=3,dp_shard=2,zero=2,accumulate=2", marks=pytest.mark.long),
+        pytest.param(in_matrices, "tp=2,pp=2", marks=pytest.mark.long),
+        pytest.param(in_whole_tensors, "tp=2,dp_shard=2,zero=1", marks=pytest.mark.long),
+        pytest.param(in_whole_tensors, "dp_replicate=2,tp=2", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_optimizers_of_whole_tensors(task: Any, plan: str, pool: RankPool) -> None:
+    parity = verify(f"test_tensor:{task.__name__}", plan, clip_norm=0.5, pool=pool, timeout_s=120)
+    assert parity.parity, parity.text()
 
 
 def _refusal(plan: str) -> str:
     try:
-        parallelize(tasks.decoder().with_(optimizer=_muon_like), plan)
+        parallelize(tasks.mlp().with_(optimizer=lambda groups: torch.optim.LBFGS(groups[0]["params"])), plan)
     except RefusedPlan as error:
         return str(error)
     return ""
 
 
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused(pool: RankPool) -> None:
-    assert "update of an element" in pool.run(_refusal, 2, "tp=2")[0]
+def test_an_optimizer_that_looks_at_all_tensors_is_refused(pool: RankPool) -> None:
+    assert "tp=2 spreads parameters" in pool.run(_refusal, 2, "tp=2")[0]
 
 
 def _by_hand(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:

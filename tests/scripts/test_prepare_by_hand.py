@@ -399,11 +399,12 @@ EQUAL: list[tuple] = [
     (script, "dp_shard=2,zero=3", clipped_elsewhere, muon), (script, "dp_shard=2,zero=3", rows, adamw),
     (script, "dp_shard=2,zero=3", given, adamw),
     (script, "dp_shard=3,zero=3", drawn, adamw), (script, "dp_shard=2,zero=3", noised, adamw),
-    (script, "tp=2", drawn, adamw),
+    (script, "tp=2", drawn, adamw), (script, "tp=2", clipped, muon),
     (kept_in_lists, "dp_shard=2,zero=3"), (kept_in_lists, "tp=2"),
     (in_a_forward, "dp_shard=2,zero=3", "keys", "sample"), (beside_a_cut_model, "dp_shard=2,zero=3"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
+    (script, "tp=2,dp_shard=2,zero=3", clipped, muon), (script, "tp=2", rows, muon),
     (script, "dp_replicate=2,dp_shard=2,zero=3", given, adamw),
     (script, "dp_shard=2,tp=2,zero=1", clipped_elsewhere, adamw),
     (script, "dp_replicate=2,dp_shard=2,zero=2", vector, muon), (kept_in_lists, "dp_shard=2,zero=1"),

@@ -135,7 +135,7 @@ def once(plan: str, case: str) -> None:
         model.layers[0].experts.forward = lambda x, *args: F.dropout(own(x, *args), 0.5)
     if case == "compiled":
         model = torch.compile(model)
-    optimizer: Any = torch.optim.Adafactor(model.parameters()) if case == "whole tensors" else adamw(model)
+    optimizer = adamw(model)
     dataset = samples(8) if case in ("nothing to cut", "dropout in experts") else tokens(8)
     if case == "nothing to cut":
         model = nn.PReLU().double()
@@ -179,7 +179,6 @@ test_a_script_equals_one_process = equals_one_process(EQUAL)
 
 
 REFUSED: list[tuple] = [
-    (once, "tp=2", "whole tensors", RefusedPlan, "tp=2 leaves each rank a share.*Adafactor"),
     (once, "tp=2", "closure", RefusedPlan, "closure"),
     (once, "tp=2", "compiled", RefusedPlan, "the model is compiled"),
     (once, "tp=2", "hidden", InputError, "returned Opaque, in which no floating"),

@@ -241,6 +241,7 @@ EQUAL: list[tuple] = [
     (resumed, "dp_shard=2,zero=1", "before", adamw), (resumed, "dp_shard=2,zero=1", "after", momentum),
     (resumed, "dp_shard=2,zero=2", "later", muon), (resumed, "dp_shard=2,zero=3", "before", muon),
     (resumed, "dp_shard=2,zero=3", "later", momentum), (resumed, "tp=2", "before", momentum),
-    (resumed, "tp=2", "after", adamw), (resumed, "tp=2,dp_shard=2,zero=3", "later", adamw),
+    (resumed, "tp=2", "after", adamw), (resumed, "tp=2", "later", muon),
+    (resumed, "tp=2,dp_shard=2,zero=3", "later", adamw),
 ]  # fmt: skip
 test_a_script_equals_one_process = equals_one_process(EQUAL)

@@ -17,13 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.engine.optimizer import make_optimizer, shares_of, try_out
-from shardwise.engine.optimizer import refuse as refuse_optimizer
+from shardwise.engine.optimizer import make_optimizer, try_out
 from shardwise.engine.recipe import Applied, apply_plan, trainable
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
-from shardwise.layout.zero_stages import UNSHARDED
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import pairs_in
@@ -58,10 +56,9 @@ def assemble(
     shapes, numbers = _full_shapes(applied, pairs), [param.is_complex() or name in pairs for name, param in named]
     nature = mesh.once("nature of the optimizer", lambda: try_out(task.optimizer, shapes, numbers))
     optimizer, owners = make_optimizer(
-        task.optimizer, nature, applied.technique, names, shapes, mesh.shard, stage=plan.sharded,
-        shares=shares_of(plan.tp, plan.ep), marks=applied.marks,
+        task.optimizer, nature, applied.technique, names, shapes, mesh.shard, plan=plan, tensor=applied.tensor,
+        marks=applied.marks,
     )  # fmt: skip
-    refuse_optimizer(nature, UNSHARDED, stages=plan.pp)  # `make_optimizer` refuses for zero, tp and ep
     notices = applied.notices + _leaves_node(plan)
     if nature.narrow is not None:
         notices.append(f"the optimizer's own arithmetic runs in {nature.narrow}")

@@ -47,7 +47,7 @@ def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], stric
         state.technique.load_masters(index, value)
         # Masters are wider than the weights in mixed precision, and the owner's alone where it updates whole tensors.
         if state.owners is not None and index in state.owners.masters:
-            state.owners.masters[index].copy_(value)
+            state.owners.masters[index].copy_(wholes[name])
     for name in wholes.keys() - set(state.names):  # frozen: no technique has masters of them
         _put(params[name], value_of(name))
     for name, buffer in module.named_buffers():

@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan
 from shardwise.layout.zero_stages import ZeroStage
 from shardwise.parallel.slots import DataParallel, PieceSlots
+from shardwise.parallel.tensor.cut_weights import TensorParallel
 from shardwise.step.optimizer_modes import enter_training, has_mode
 from shardwise.step.owners import OwnedMasters
 from shardwise.step.task_optimizer import OptimizerFn, construct, needs_closure
@@ -247,28 +249,27 @@ def _by_subgroups(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
     return [param.detach() for param in params]
 
 
-def shares_of(tp: int, ep: int) -> str:
-    """Returns the axes, beside zero's, that leave a rank a share of some weights, as a plan has them: "tp=2,ep=4"."""
-    return ",".join(f"{axis}={n}" for axis, n in (("tp", tp), ("ep", ep)) if n > 1)
-
-
-def refuse(nature: Nature, zero: ZeroStage, shares: str = "", stages: int = 1, named: str = "the optimizer") -> None:
+def refuse(
+    nature: Nature, zero: ZeroStage, tp: int = 1, ep: int = 1, stages: int = 1, named: str = "the optimizer"
+) -> None:
     """Raise `RefusedPlan` where a rank would have too little for the optimizer.
 
     zero     what ranks hold as shards
-    shares   see `shares_of`
+    tp, ep   a plan's degrees
     stages   of a pipeline
     """
-    if shares and nature.whole:
+    if ep > 1 and nature.whole:
         raise RefusedPlan(
-            f"{shares} leaves each rank a share of a weight, and on a trial {named}'s update of an element hangs on "
+            f"ep={ep} leaves each rank some of the experts, and on a trial {named}'s update of an element hangs on "
             "the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
         )
-    if zero.state and nature.kind == "joint":
+    if (zero.state or tp > 1) and nature.kind == "joint":
+        spread, instead = (
+            (f"zero={zero.number}", "zero=0 (dp_replicate)") if zero.state else (f"tp={tp}", "dp_replicate")
+        )
         raise RefusedPlan(
-            f"zero={zero.number} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends "
-            "on the others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors one "
-            "by one"
+            f"{spread} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends on the "
+            f"others (or it needs a closure): use {instead}, or an optimizer that treats tensors one by one"
         )
     if stages > 1 and nature.kind == "joint":
         raise RefusedPlan(
@@ -285,28 +286,28 @@ def make_optimizer(
     shapes: list[torch.Size],
     shard: Axis,
     *,
-    stage: ZeroStage,
-    shares: str = "",
+    plan: Plan,
+    tensor: TensorParallel | None = None,
     marks: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> tuple[Optimizer, OwnedMasters | None]:
     """Returns this rank's optimizer, and the owners of whole tensors where it needs these.
 
     nature  what `try_out` found
-    shares  see `shares_of`
+    tensor  the cuts of tp
     marks   attributes that a user has put on parameters, by their names (`p.lr_scale = 0.1`)
 
     Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
     """
-    slots = technique.slots
-    refuse(nature, stage, shares)
+    slots, stage = technique.slots, plan.sharded
+    refuse(nature, stage, plan.tp, plan.ep, plan.pp)
     for slot in slots:
         slot.master.__dict__.update(marks.get(slot.name, {}))
     by_index = {index: marks[name] for index, name in enumerate(names) if name in marks}
     # Masters that are whole need no stand-ins: the task's function gets them themselves.
-    if all(slot.whole for slot in slots) and not stage.state and not shares:
+    if all(slot.whole for slot in slots) and not stage.state and plan.tp == plan.ep == 1:
         return construct(make, [slot.master for slot in slots]), None
     if nature.kind == "per tensor":
-        owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard)
+        owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard if stage.state else None, tensor)
         return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}, by_index), owners
     index_of = {name: index for index, name in enumerate(names)}
     pieces: dict[int, list[nn.Parameter]] = {}

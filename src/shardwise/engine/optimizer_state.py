@@ -161,7 +161,8 @@ def _leaves(
             return together(state, name, state.technique.whole(index, tensor.to(homes.get(name, state.device))))
         if state.owners is not None:
             tensor = tensor.to(state.device).contiguous()
-            broadcast(tensor, state.owners.axis, state.owners.owner_of[index], "control")
+            for axis, sender in state.owners.route(index):
+                broadcast(tensor, axis, sender, "control")
         return ready(tensor)
 
     sent = [(index, name, place) for index, name in enumerate(state.names) for place in forms[name].sent]

@@ -146,6 +146,12 @@ def see_parts(
     return undo
 
 
+def shares_in(child: nn.Module) -> list[tuple[torch.Tensor, ParameterCut]]:
+    """Returns (this rank's share, its cut) of each parameter that a submodule itself has and that is cut."""
+    cuts = child.__dict__.get("_tensor_cuts", ({},))[0]
+    return [(child._parameters[leaf], cut) for leaf, cut in cuts.items() if cut is not None]
+
+
 def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callable[[str], None]) -> None:
     """Makes the module's attributes give the shares themselves while `outside()`: for code beside its forward.
 

@@ -15,7 +15,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.offload import refuse as refuse_offload
 from shardwise.costs.software import Software, as_planned
-from shardwise.engine.optimizer import Nature, shares_of, try_out
+from shardwise.engine.optimizer import Nature, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
@@ -325,7 +325,7 @@ class Traced:
         if layout.compile and self.model("none").small.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         refuse_offload(layout, traced=True)
-        refuse_optimizer(self.nature, layout.sharded, shares_of(layout.tp, layout.ep), layout.pp)
+        refuse_optimizer(self.nature, layout.sharded, layout.tp, layout.ep, layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
         """Returns whether a search may try a cut layout; where not, a remark says why."""

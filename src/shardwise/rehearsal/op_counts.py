@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
+from shardwise.part.parameters import shares_in
 from shardwise.rehearsal.cudnn_layers import recurrent, recurrent_backward
 from shardwise.simulator.counted import StepTrace, Update
 from shardwise.step.task_optimizer import construct, named_groups, needs_closure
@@ -259,3 +260,13 @@ def in_order(trained: Iterable[nn.Parameter]) -> dict[int, int]:
     params = [*trained]
     places = {id(param): place for place, param in enumerate(params)}
     return {places[id(param)]: param.numel() for group in named_groups(params) for param in group["params"]}
+
+
+def wholes_of(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[int, int]:
+    """Returns the elements of the whole weight, by the place of each trained parameter that is a share of one."""
+    cuts = {id(share): cut for child in model.modules() for share, cut in shares_in(child)}
+    return {
+        place: param.numel() // param.shape[cuts[id(param)].dim] * cuts[id(param)].owners.size
+        for place, param in enumerate(trained)
+        if id(param) in cuts and param.numel()
+    }

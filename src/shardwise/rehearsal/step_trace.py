@@ -43,7 +43,7 @@ from shardwise.parallel.slots import Phase
 from shardwise.part.pairs import hold_pairs
 from shardwise.precision import Precision
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
-from shardwise.rehearsal.op_counts import Count, in_order
+from shardwise.rehearsal.op_counts import Count, in_order, wholes_of
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
 from shardwise.rehearsal.workspaces import TracedValues
 from shardwise.simulator.counted import StepTrace
@@ -352,6 +352,7 @@ def note_sizes(counts: StepTrace, model: nn.Module, params: Collection[nn.Parame
     """Set a trace's sizes of the parameters that are held here, of buffers and of blocks (their paths)."""
     counts.parameters, counts.tensors = sum(p.numel() for p in params), len(params)
     counts.in_order = in_order(p for p in params if p.requires_grad)
+    counts.wholes = wholes_of(model, (p for p in params if p.requires_grad))
     counts.sizes = Counter(counts.in_order.values())
     counts.gradients = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
     counts.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())

@@ -25,7 +25,7 @@ from shardwise.checkpoint.optimizers import options_of
 from shardwise.comm import gather_json
 from shardwise.device import accelerator, on_host
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import Nature, refuse, shares_of
+from shardwise.engine.optimizer import Nature, refuse
 from shardwise.engine.recipe import trainable
 from shardwise.engine.tiers import make_tier
 from shardwise.errors import InputError
@@ -240,7 +240,7 @@ class Prepared(Stepping):
         optimizers.refuse_lost(optimizer)
         self.optimizer = optimizer
         self.all_names, self._groups, self._nature = self._known(optimizer.param_groups)
-        refuse(self._nature, UNSHARDED, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
+        refuse(self._nature, UNSHARDED, self.plan.tp, self.plan.ep, named=type(optimizer).__name__)
 
     def _known(self, groups: list[dict[str, Any]]) -> tuple[list[list[str]], list[list[str]], Nature]:
         """Names of each group's parameters, of those that the plan has, and what the update of them needs, by a trial.

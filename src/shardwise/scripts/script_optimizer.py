@@ -121,8 +121,9 @@ def adopt(
     owners, technique, names, shard = None, engine.technique, engine.state.names, engine.mesh.shard
     zero = engine.plan.sharded
     refuse(nature, zero, named=type(optimizer).__name__)
-    if zero.state and nature.whole:
-        owners = OwnedMasters(cast(PieceSlots, technique), names, [shapes[name] for name in names], shard)
+    if nature.whole and (zero.state or engine.plan.tp > 1):
+        axis, wholes = shard if zero.state else None, [shapes[name] for name in names]
+        owners = OwnedMasters(cast(PieceSlots, technique), names, wholes, axis, engine.state.tensor)
     held = held_pieces(technique, owners, names)
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     state: dict[Any, Any] = {}

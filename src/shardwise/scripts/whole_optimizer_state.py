@@ -185,7 +185,7 @@ def _piece_of(
         shape = shape if spread is None else spread.full_shape(name, shape)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape == shape:
+        if tensor.shape == shape and state.owners is None:
             share = share_of(state, name, tensor)
             if not whole:
                 technique: Any = state.technique

@@ -31,6 +31,7 @@ class StepTrace:
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
     in_order     elements of each trained one by its place, in the order in which the optimizer is given them
+    wholes       elements of the whole weight, by the place of each that tp cuts
     final        elements of the gradient that came last in backward, none where one never came
     units        parameters of each repeated block, and of the rest
     shard_elements        elements of the weights that rest on a rank, where a technique that shards them was played
@@ -61,6 +62,7 @@ class StepTrace:
     tensors: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     in_order: dict[int, int] = field(default_factory=dict)
+    wholes: dict[int, int] = field(default_factory=dict)
     final: int = 0
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)
@@ -142,7 +144,7 @@ class Update:
     calls      ops, views among them
     temporary  elements that live only while it runs
     left       of these, elements that the tensor before leaves behind until the next is done
-    whole      it needs whole tensors: under ZeRO each has one rank that updates it (step/owners.py)
+    whole      it needs whole tensors: under ZeRO and tp each has one rank that updates it (step/owners.py)
     coded      of the state, elements that may rest by a code: real ones, in tensors of the weight's shape
     """
 

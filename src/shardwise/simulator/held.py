@@ -10,6 +10,7 @@ Under zero=3, and zero=2 beside a pipeline, a micro-batch was played with what t
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
@@ -21,7 +22,7 @@ from shardwise.layout.flat_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, lay_
 from shardwise.layout.offload import TIERS, in_tier, placements, weights_on_host
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Model, StepTrace
-from shardwise.step.owners import choose_owners
+from shardwise.step.owners import choose_owners, share_owners
 
 IN_FLIGHT_BYTES = 2 * BUCKET_BYTES  # of gradients: two buckets, as comm/buckets.py cuts them
 
@@ -64,8 +65,8 @@ def memory(
         "weights": (trace.shard_elements + trace.experts if stage.weights else trace.parameters) * states.weight,
         "gradients": _gradients(trace, layout, states, rest * (share if stage.gradients else 1.0), of_experts),
         "master": ((trace.shard_elements if stage.weights else updated) + experts) * rests.master,
-        "optimizer": (updated + experts if owned is None else owned) * rests.optimizer,
-        "whole weights of the optimizer": (owned or 0) * (states.master or states.weight),
+        "optimizer": (updated + experts if owned is None else owned.updated) * rests.optimizer,
+        "whole weights of the optimizer": (owned.copied if owned else 0) * (states.master or states.weight),
         "module's buffers": float(trace.buffers_bytes),
     }
     terms |= _offloaded(model, layout, rests, terms)
@@ -93,7 +94,8 @@ def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, fl
     on_host = model.batch_on_device
     fractions = {tier: in_tier(layout.offload, "optimizer", tier) for tier in TIERS}
     gone = sum(fractions.values())
-    masters = on_host and not layout.sharded.weights and not (model.update.whole and layout.sharded.state)
+    spread = layout.sharded.state or layout.tp > 1
+    masters = on_host and not layout.sharded.weights and not (model.update.whole and spread)
     lies = terms["optimizer"] + (terms["master"] if masters else 0.0)
     each = states.optimizer + (states.master if masters else 0)
     share = layout.shard_ranks if layout.sharded.state else 1
@@ -126,15 +128,48 @@ def _weights_elsewhere(trace: StepTrace, layout: Layout, states: States, terms: 
     }
 
 
-def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
-    """Returns the elements of the weights that a rank updates whole; None where it updates its shards."""
-    # without shards every rank has whole tensors anyway, and updates all of them
-    if not (model.update.whole and layout.sharded.state):
+@dataclass(frozen=True)
+class _Owned:
+    """Elements of the weights that a rank updates whole, where its optimizer needs that.
+
+    updated   of all of them; copied: of those that stand beside the rank's own pieces of them
+    over_dp   collected over dp_shard, tp's shares as wholes; over_tp: (sent, collected) over tp
+    """
+
+    updated: int
+    copied: int
+    over_dp: int
+    over_tp: tuple[int, int]
+
+    @property
+    def exchanged(self) -> int:
+        """Elements of what is sent, received and put together in the last exchange, beside what came before it."""
+        sent, collected = self.over_tp
+        return self.over_dp + sent + 2 * collected
+
+
+def _owned(model: Model, layout: Layout, shard_rank: int | None) -> _Owned | None:
+    """Returns what the fullest rank, or that of tp with this shard, owns; None where ranks update what they hold."""
+    # without shards and cuts every rank has whole tensors anyway, and updates all of them
+    if not model.update.whole or not (layout.sharded.state or layout.tp > 1):
         return None
-    sizes, load = [*model.small.in_order.values()], [0] * layout.shard_ranks
-    for size, owner in zip(sizes, choose_owners(sizes, layout.shard_ranks), strict=True):
-        load[owner] += size
-    return max(load) if shard_rank is None else load[shard_rank]
+    over = layout.shard_ranks if layout.sharded.state else 1
+    held, wholes = [*model.small.in_order.items()], model.small.wholes
+    sizes = [wholes.get(place, size) for place, size in held]
+    owner_of = choose_owners(sizes, over)
+    cut = {index: sizes[index] for index, (place, _) in enumerate(held) if place in wholes}
+    share_owner_of = share_owners(cut, owner_of, layout.tp)
+    ranks = []
+    for shard in range(over) if shard_rank is None or over == 1 else [shard_rank]:
+        mine = [index for index, owner in enumerate(owner_of) if owner == shard]
+        uncut = sum(sizes[index] for index in mine if index not in cut)
+        shares = sum(held[index][1] for index in mine if index in cut)
+        for place in range(layout.tp):
+            own = sum(size for index, size in cut.items() if index in mine and share_owner_of[index] == place)
+            beside = uncut if over > 1 else 0
+            of_dp = beside + shares if over > 1 else 0
+            ranks.append(_Owned(uncut + own, own + beside, of_dp, (shares, own)))
+    return max(ranks, key=lambda owned: owned.updated)
 
 
 def _gradients(trace: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
@@ -155,19 +190,19 @@ def _cut(trace: StepTrace, ranks: int, rank: int) -> int:
 
 
 def _peaks(
-    model: Model, layout: Layout, states: States, updated: float, reduced: float, owned: int | None
+    model: Model, layout: Layout, states: States, updated: float, reduced: float, owned: _Owned | None
 ) -> dict[str, float]:
     """Returns bytes of each transient of a step, by name; they exclude each other, so the largest makes the peak.
 
     updated, reduced   elements that the optimizer updates here, and whose gradients are summed over dp_shard
-    owned              elements of the weights that it updates whole, if it does
+    owned              what it updates whole, if it does
     """
     here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
-    temporaries = _temporaries(model, layout, states, updated if owned is None else owned)
+    temporaries = _temporaries(model, layout, states, updated if owned is None else owned.updated)
     over = layout.shard_ranks if layout.sharded.state and owned is None else 1
     largest = max(model.small.in_order.values(), default=0) / over
     if owned is not None:  # whole gradients, beside what is sent and received, and beside the update
-        temporaries = max(owned + temporaries, 2 * owned + updated)
+        temporaries = max(owned.copied + temporaries, 2 * owned.over_dp + updated, owned.exchanged)
     out = {"micro-batch": model.peak(layout.micro_batch)}
     if weights_on_host(layout.offload):
         return out
