@@ -21,7 +21,7 @@ from mutations.both import BF16, MICRO, NARROW, RUN, SCALED, TWO, main  # noqa: 
 from mutations.bugs import HERE, M, bug  # noqa: E402
 
 T = "mutations.held_out_third_tasks:"
-BLEND, LORA, WORDS = (f"mutations/{name}.toml" for name in ("blend", "lora", "words"))
+BLEND, EXPERTS, LORA, WORDS = (f"mutations/{name}.toml" for name in ("blend", "experts", "lora", "words"))
 
 STEP = [
     bug("norms of runs are added up, not their squares", "step.normalise:_squares",
@@ -89,7 +89,7 @@ ENGINE = [
 
 CHECKPOINT = [
     bug("every run of a piece ends an index early", "checkpoint.pieces:runs_of", "(breaks, [array.size - 1]))] + 1",
-        "(breaks, [array.size - 1]))]", f"{RUN} task.name={M}gpt2 train.ema_decay=0", "tp=2"),
+        "(breaks, [array.size - 1]))]", f"{EXPERTS} task.name={M}gpt2", "tp=2"),
 ]  # fmt: skip
 
 LAYOUT = [

@@ -117,7 +117,7 @@ def multiplied() -> Task:
 
 
 def gathering() -> Task:
-    return biased().with_(model=Gathering)
+    return biased().with_(model=Gathering, sequence={"x": 1})
 
 
 def softened() -> Task:
@@ -125,7 +125,7 @@ def softened() -> Task:
 
 
 def split() -> Task:
-    return biased().with_(model=Split)
+    return biased().with_(model=Split, sequence={"x": 1})
 
 
 def _mean(output: Tensor, batch: dict[str, Tensor]) -> tuple:

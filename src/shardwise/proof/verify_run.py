@@ -17,7 +17,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -277,8 +277,7 @@ def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, p
 
 def prove_rank(job: Job) -> own_run.Watching | None:
     """Run the training loop of one rank; returns what watched it."""
-    with KeepDouble() if job.proof.watching is None else nullcontext():
-        run_rank(job)
+    run_rank(job)  # which builds the task as it is written: what is in memory then is its own precision's too
     watching: own_run.Watching | None = job.proof.watching
     return watching
 
