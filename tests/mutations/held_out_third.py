@@ -7,6 +7,16 @@ function of the other sets is among them. Of each list the first ones were taken
 checkpoint, as many as the room has places (part and parallel 8 and 6, step and data 5, training 5, engine 4, random,
 trace 3, layout and comm 2, the others 1). Passed over: what decides messages, refusals, names or times, forecasts, what
 scripts alone call, readers of files of fields, resuming. Each edit was written down before the first of them ran.
+
+Of 50 eight are left out since. Six change no number: attention with dropout is no fused operation on a CPU; a call
+begins at a time that no operation has; a halo that is overlapped never passes the neighbour; each master's gradient is
+set again at a step's end; what is let go of too early is read again; no operation writes into two tensors of known
+values. One function is called while its module is imported, one for predictions alone. Nine had a task that did not
+meet the edit, and were found at once with another one.
+
+Of the other 33 25 were found as they were; with those nine 34 of 42 (81%). Eight were not: prompts that are learned,
+held-out text that is trained on, a checkpoint without averages, counters held as real numbers, inputs that stay wide,
+stripes of positions, weights of a roll-out's steps, adapters that are left out. All are found since.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "tasks", "kit")]
 
 from mutations.both import BF16, MICRO, NARROW, RUN, SCALED, TWO, main  # noqa: E402
-from mutations.bugs import HERE, M, bug  # noqa: E402
+from mutations.bugs import M, bug  # noqa: E402
 
 T = "mutations.held_out_third_tasks:"
 BLEND, EXPERTS, LORA, WORDS = (f"mutations/{name}.toml" for name in ("blend", "experts", "lora", "words"))
@@ -29,8 +39,6 @@ STEP = [
         clip_norm=0.1),
     bug("an output with samples is not gathered for the loss", "step.forward:_has_samples",
         "        return True\n", "        return False\n", "module_tasks:pairs", TWO),
-    bug("an optimizer with a mode shows the weights that it trains", "step.optimizer_modes:during", "with context:",
-        "if context is not None:", f"{SCALED} task.name=run_tasks:averaged", TWO),
     bug("every micro-batch is taken for the last", "step.train_step:_micro_batch", "start_micro_batch(last=last)",
         "start_micro_batch(last=True)", M + "mlp", MICRO),
     bug("pieces of the weights are those of the sums", "step.control:Tally._by_piece",
@@ -55,10 +63,8 @@ DATA = [
 RANDOM = [
     bug("the chance of keeping is that of dropping", "random.draws:_bernoulli_like",
         '_argument(args, kwargs, 1, "p", 0.5)', '1 - _argument(args, kwargs, 1, "p", 0.5)', T + "kept", TWO),
-    bug("attention's dropout is thought to be off", "random.modes:_inert_dropout",
-        'arguments.get("dropout_p", arguments.get("dropout"))', 'arguments.get("dropout")', M + "gpt2", TWO),
     bug("what dropout keeps is not scaled up", "random.draws:_native_dropout", "1 / (1 - rate)", "1.0",
-        M + "decoder_dropout", TWO),
+        T + "dropped", TWO),
 ]  # fmt: skip
 
 TRAINING = [
@@ -80,7 +86,7 @@ ENGINE = [
     bug("tensors of an optimizer's state change places", "engine.optimizer_state:full_optimizer_state",
         "for place in form.sent:\n", "for place in [*form.sent][::-1]:\n", M + "mlp", "dp_shard=2,zero=2"),
     bug("the trial of pieces gives the first rank everything", "engine.optimizer:_in_pieces",
-        "max(1, flat.numel() // 3)", "max(1, flat.numel())", HERE + "adafactor", "dp_shard=2,zero=1"),
+        "max(1, flat.numel() // 3)", "max(1, flat.numel())", T + "normed", "dp_shard=2,zero=1"),
     bug("a stage's buffers are those of the others", "engine.whole:used_buffers", "== state.staged.axis.index",
         "!= state.staged.axis.index", M + "unet_batchnorm", "pp=2,microbatches=2"),
     bug("counters are held as real numbers", "engine.materialise:_kind",
@@ -104,33 +110,26 @@ COMM = [
     bug("a bucket goes out a gradient early", "comm.buckets:GradientBuckets._launch_whole", "< len(bucket.params)",
         "< len(bucket.params) - 1", M + "mlp", TWO),
     bug("what fills a message is not sent", "comm.together:gathered_together",
-        "            yield from _finished(begun)\n            begun", "            begun", M + "decoder",
-        "dp_shard=2,zero=3"),
+        "            yield from _finished(begun)\n            begun", "            begun", RUN,
+        "dp_shard=2,zero=2"),
 ]  # fmt: skip
 
 TRACE = [
     bug("buffers have no names", "trace.deferred:named_tensors", "(child._parameters, child._buffers, plain)",
         "(child._parameters, plain)", M + "unet_batchnorm", TWO),
-    bug("a stage may begin where a written buffer is used next", "trace.flow:Flow.written_around",
-        "first < moment <= last", "first < moment < last", "mutations.held_out_second_tasks:centred", "pp=2"),
-    bug("of what an op writes the first alone is known", "trace.leaves:written",
-        "if alias is not None and alias.is_write]", "if alias is not None and alias.is_write][:1]",
-        M + "unet_batchnorm", "dp_replicate=2,remat=full"),
 ]  # fmt: skip
 
 PARALLEL = [
     bug("a trial leaves what the forward wrote", "parallel.tensor.trial:TrialModule.playing", "state.restore()",
-        "pass", M + "unet_batchnorm", "tp=2"),
+        "pass", "module_tasks:counting", "tp=2"),
     bug("stripes are read up to the first query", "parallel.sequence.ring_plan:_at_once", "k[0] > q[-1]",
         "k[0] > q[0]", M + "decoder", "cp=2"),
     bug("of the tensors between stages one is sent", "parallel.pipeline.cut_points:_edges",
-        "[boundary, *boundary.others]", "[boundary]", "pipeline_tasks:conditioned", "pp=2"),
+        "[boundary, *boundary.others]", "[boundary]", "module_tasks:layer_drop_python", "pp=2", steps=6),
     bug("a ring forgets the factor of scores", "parallel.sequence.attention:attend",
         "is_causal=is_causal, scale=scale)", "is_causal=is_causal)", "mutations.held_out_second_tasks:granite", "cp=2"),
-    bug("masters keep the last step's gradient", "parallel.replicate:Replicate.start_step",
-        "slot.master.grad = None", "pass", NARROW, BF16),
     bug("a made-up dim is as large as in the look", "parallel.pipeline.skips:_made_up_dim", "a * size // x", "a",
-        M + "decoder", "pp=2,microbatches=2"),
+        T + "flattened", "pp=2,microbatches=2"),
 ]  # fmt: skip
 
 PART = [
@@ -148,24 +147,17 @@ PART = [
         T + "instances", "domain=2"),
     bug("pieces of a split begin as if alike", "part.rules.slices:split", "low += each", "low += sizes[0]",
         T + "split", "cp=2"),
-    bug("gradients of zeros beyond the edge go to owners", "part.exchanges:HaloBack.__init__",
-        "front.narrow(dim, before,", "front.narrow(dim, 0,", T + "wide", "domain=4"),
 ]  # fmt: skip
 
 REST = [
     bug("vectors in a batch stay wide", "precision:Precision.cast_inputs", "if t.is_floating_point() else t",
-        "if t.is_floating_point() and t.dim() > 2 else t", NARROW, BF16),
+        "if t.is_floating_point() and t.dim() > 1 else t", f"{NARROW} task.name={T}offset", BF16),
     bug("a block run again keeps what it wrote", "memory.recompute:_Keeping.__torch_dispatch__",
-        "self._copy(written)", "pass", M + "unet_batchnorm", "dp_replicate=2,remat=full"),
-    bug("a transposed convolution is cropped without its stride", "boundary:_transposed",
-        "pads[d] + strides[d] * widths", "pads[d] + widths", "boundary_tasks:globe", TWO),
+        "self._copy(written)", "pass", T + "in_place", "dp_replicate=2,remat=selective"),
     bug("steps of a roll-out count alike", "rollouts:rollout", "tuple(map(float, weights))", "()",
         "mutations.held_out_tasks:forecast", TWO),
     bug("one layer of those asked for is adapted", "adapters.targets:target_paths", "    return paths",
         "    return paths[:1]", LORA, TWO),
-    bug("a call's tensors are let go of before they are used", "tiers.activations:Activations._end",
-        "if moved.call is behind:", "if moved.call is not behind:", M + "decoder",
-        "dp_replicate=2,offload=activations:disk"),
 ]  # fmt: skip
 
 HELD_OUT_THIRD = (STEP + DATA + RANDOM + TRAINING + ENGINE + CHECKPOINT + LAYOUT + COMM + TRACE + PARALLEL + PART

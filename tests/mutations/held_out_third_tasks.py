@@ -7,11 +7,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import run_tasks
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mutations.held_out_second_tasks import Counted, Padded, Segments, padded, segments
+from mutations.held_out_second_tasks import Counted, Padded, Segments, centred, padded, segments
 from mutations.held_out_tasks import Biased, _before, _of_next, biased
 from shardwise import Task
 from shardwise.data import JsonlSource, TokenSource
@@ -81,6 +82,17 @@ def kept() -> Task:
     return mlp().with_(model=Kept)
 
 
+class Dropped(Counted):
+    """Drops features by the operation that an accelerator has for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.native_dropout(torch.tanh(self.first(x)), 0.4, True)[0])
+
+
+def dropped() -> Task:
+    return mlp().with_(model=Dropped)
+
+
 class Multiplied(Biased):
     """Features are multiplied by their product over positions."""
 
@@ -89,12 +101,12 @@ class Multiplied(Biased):
 
 
 class Gathering(Biased):
-    """Positions read one that stands elsewhere."""
+    """Features of three positions, each feature of its own ones, are added everywhere."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.out(x)
-        places = (torch.arange(12, device=x.device) * 5 + 3) % 12
-        return super().forward(x) + h.gather(1, places.view(1, 12, 1).expand(len(x), 12, 8))
+        places = torch.tensor([[2, 9, 7, 0, 11, 4, 5, 6], [1, 3, 5, 7, 9, 11, 0, 2], [8, 8, 1, 1, 4, 4, 10, 10]])
+        few = self.out(x).gather(1, places.to(x.device).expand(len(x), 3, 8))
+        return super().forward(x) + few.mean(1, keepdim=True)
 
 
 class Softened(Biased):
@@ -128,15 +140,22 @@ def split() -> Task:
     return biased().with_(model=Split, sequence={"x": 1})
 
 
-def _mean(output: Tensor, batch: dict[str, Tensor]) -> tuple:
-    """A mean over the targets that count, whose number follows as the weight."""
-    targets = torch.where(batch["tokens"] % 3 == 0, -100, batch["tokens"])[:, 1:].flatten()
-    count = (targets != -100).sum()
-    return F.cross_entropy(output[:, :-1].flatten(0, 1), targets) * count, count
+class WithMean(Padded):
+    """Returns the mean loss over the targets that count, and their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(32, 32)
+
+    def forward(self, tokens: Tensor) -> tuple:
+        targets = torch.where(tokens % 3 == 0, -100, tokens)[:, 1:].flatten()
+        logits = self.head(torch.tanh(self.second(torch.tanh(self.first(self.embed(tokens))))))
+        mean = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        return mean, (targets != -100).sum()
 
 
 def of_means() -> Task:
-    return padded().with_(loss=_mean)
+    return padded().with_(model=WithMean, loss=lambda output, batch: (output[0] * output[1], output[1]))
 
 
 class Instances(Segments):
@@ -147,17 +166,91 @@ class Instances(Segments):
         self.layers.insert(1, nn.InstanceNorm2d(6, affine=True, track_running_stats=True))
 
 
-class Wide(Segments):
-    """A convolution that reads beyond the neighbours of a tile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2] = nn.Conv2d(6, 6, (9, 3), padding=(4, 1))
-
-
 def instances() -> Task:
     return segments().with_(model=Instances)
 
 
-def wide() -> Task:
-    return segments().with_(model=Wide)
+class Normed(torch.optim.Optimizer):
+    """Steps of one length for each weight, whatever its gradient's size."""
+
+    def __init__(self, params: list, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad / (param.grad.norm() + 1e-4), alpha=-group["lr"])
+
+
+def normed() -> Task:
+    return mlp().with_(optimizer=Normed)
+
+
+class Rows(nn.Module):
+    """Four layers, each with what is left of it."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.map(x))
+
+
+class InPlace(Layer):
+    """Writes into what its product gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x).mul_(0.5).add_(1).tanh()
+
+
+def in_place() -> Task:
+    return centred().with_(model=lambda: Rows(InPlace))
+
+
+class Offset(run_tasks.Net):
+    """Adds a number of each sample to what comes out."""
+
+    def forward(self, x: Tensor, offset: Tensor) -> Tensor:
+        return super().forward(x) + offset[:, None]
+
+
+def offset() -> Task:
+    return run_tasks.layered().with_(
+        model=lambda: Offset(nn.LayerNorm), inputs=lambda batch: ((batch["x"], batch["x"][:, 0]), {})
+    )
+
+
+class Flattens(Layer):
+    """Returns rows, of all samples and positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+class Flattened(nn.Module):
+    """Sequences that the first layer makes rows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = Flattens(), Rows(Layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.first(x))
+
+
+def flattened() -> Task:
+    return biased().with_(model=Flattened, loss=lambda output, batch: (output.square().sum(), len(output)))
