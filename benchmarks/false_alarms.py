@@ -3,6 +3,7 @@
 python benchmarks/false_alarms.py                  # goes on where it stopped; proofs in build/false_alarms.jsonl
 python benchmarks/false_alarms.py --seconds 60     # for so long
 python benchmarks/false_alarms.py --count          # what was found, and run nothing
+python benchmarks/false_alarms.py --thorough       # 60 of the tasks, each by `--thorough`, in three precisions in turn
 
 A run (fp32, bf16, fp16) is proven twice: in float64 against a plain loop, and in its own precision.
 """
@@ -10,6 +11,7 @@ A run (fp32, bf16, fp16) is proven twice: in float64 against a plain loop, and i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -44,6 +46,7 @@ RUNS = {
 }  # fmt: skip
 RUN_PLANS = ["dp_replicate=2", "dp_shard=3,zero=3", "dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3", "tp=2"]
 SEEDS = range(3)
+THOROUGH = 60
 Case = tuple[str, str, int]  # task or configuration, plan, seed
 
 
@@ -56,19 +59,26 @@ def cases() -> list[Case]:
     return found
 
 
-def proof(case: Case, pool: RankPool) -> Parity:
+def thorough_cases() -> list[Case]:
+    """The first of the tasks, whose dtypes are proven in three precisions in turn."""
+    tasks = [case for case in cases() if not case[0].endswith(".toml")][:THOROUGH]
+    precisions = itertools.cycle(["fp32", "bf16", "fp16"])
+    return [(task, f"{plan},precision={next(precisions)}", seed) for task, plan, seed in tasks]
+
+
+def proof(case: Case, pool: RankPool, *, thorough: bool = False) -> Parity:
     """The proof of one case."""
     what, plan, seed = case
     if not what.endswith(".toml"):
-        return verify(what, plan, seed=seed, pool=pool, timeout_s=120)
+        return verify(what, plan, seed=seed, thorough=thorough, pool=pool, timeout_s=120)
     values = [Given("plan", plan, "here"), Given("train.seed", seed, "here")]
     return verify_run(load(ROOT / "tests" / what, values=values), pool=pool, timeout_s=120)
 
 
-def outcome(case: Case, pool: RankPool) -> tuple[str, str]:
+def outcome(case: Case, pool: RankPool, *, thorough: bool = False) -> tuple[str, str]:
     """equal, refused, unproven, NOT EQUAL or failed; and why."""
     try:
-        parity = proof(case, pool)
+        parity = proof(case, pool, thorough=thorough)
     except Exception as error:
         return "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if parity.refused:
@@ -101,18 +111,21 @@ def counted(found: dict[Case, dict]) -> str:
 def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", type=Path, default=ROOT / "build" / "false_alarms.jsonl", help="finished cases")
+    parser.add_argument("--cases", type=Path, help="finished cases; by default build/false_alarms.jsonl")
+    parser.add_argument("--thorough", action="store_true", help="some tasks, each by a thorough proof")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--count", action="store_true", help="tell what was found, and run nothing")
     options = parser.parse_args()
-    found, until = read(options.cases), time.monotonic() + options.seconds
+    name = "false_alarms_thorough.jsonl" if options.thorough else "false_alarms.jsonl"
+    path = options.cases or ROOT / "build" / name
+    found, until = read(path), time.monotonic() + options.seconds
     if not options.count:
-        options.cases.parent.mkdir(parents=True, exist_ok=True)
-        with RankPool(quiet=True) as pool, options.cases.open("a", encoding="utf-8") as file:
-            for case in cases():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with RankPool(quiet=True) as pool, path.open("a", encoding="utf-8") as file:
+            for case in thorough_cases() if options.thorough else cases():
                 if case in found or time.monotonic() > until:
                     continue
-                what, why = outcome(case, pool)
+                what, why = outcome(case, pool, thorough=options.thorough)
                 row = {"what": case[0], "plan": case[1], "seed": case[2], "outcome": what, "reason": why[:1500]}
                 found[case] = row
                 file.write(json.dumps(row) + "\n")

@@ -24,8 +24,6 @@ TASK = "task"  # what is proven: not shared, but given
 HELD_AGAINST = {
     "boundary": "`proof/literal_boundary`: a convolution and a pooling, on a field whose cells beyond the edges are "
     "looked up by hand",
-    "device": "nothing: where tensors lie, and attention by operations on an accelerator",
-    "precision": "nothing: a module of 16 bits that fails on tensors of several dtypes is given them all in one",
     "random": "`proof/literal_draws`: each element's bits against the hash of its place, computed there; no two "
     "operations, micro-batches or steps draw alike",
     "random.draws": "`proof/literal_draws`: rates, means and widths against torch's own draws",
@@ -35,7 +33,6 @@ HELD_AGAINST = {
     "trace.deferred": "`proof/literal_weights`: constants, means and widths that the constructor gives when it is run "
     "plainly, and which weights are drawn apart",
     "trace.double": "operations that round float64 in a forward are told",
-    "trace.module_state": "nothing: it restores the module after a look for the first difference",
 }
 
 

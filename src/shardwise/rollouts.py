@@ -38,6 +38,7 @@ class _Steps:
     weights: tuple[float, ...]
     advance: Callable[[Any, Any], Any]
     recompute: bool
+    asked: Mapping[str, Any]  # as it was called: a proof begins with these
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Returns K, the number of steps in a batch."""
@@ -148,11 +149,12 @@ def rollout(
     The model gives a tuple of K outputs; `predict_to` takes `select=lambda outputs: torch.stack(outputs, 1)`.
     Raises `InputError` where the batch is no mapping with these entries, or the curriculum cannot be followed.
     """
+    asked = dict(locals())
     if not isinstance(task, Task):
         raise InputError(f"rollout: a Task of one step is wanted, got {type(task).__name__}")
     if task.metrics is not None:
         raise InputError("rollout: metrics of one step are not those of many; give them to the task that comes out")
-    steps = _Steps(task, state, targets, tuple(forcings), tuple(map(float, weights)), advance, recompute)
+    steps = _Steps(task, state, targets, tuple(forcings), tuple(map(float, weights)), advance, recompute, asked)
     batch = task.batch
     if curriculum is not None:
         if batch is None:

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise import Plan, Task, parallelize, simulate
 from shardwise.errors import InputError
 from shardwise.precision import _OneDtype, met_at
+from shardwise.proof.literal_dtypes import OneDtype
 from shardwise.proof.own_precision import plain_steps
 from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
@@ -77,11 +78,8 @@ def test_they_train_as_in_float32(plan: str, pool: RankPool) -> None:
 
 def test_forecast_and_second_proof_know_them() -> None:
     assert simulate(placed(), "precision=bf16", "1x1 h100-sxm-80gb").step_s > 0
-    plan = Plan(precision="bf16")
-    with pytest.raises(RuntimeError) as refused:
-        plain_steps(placed(), plan, Settings())
-    met = met_at(placed(), plan, refused.value)
-    assert met is not None and len(plain_steps(met, plan, Settings()).losses) == 10
+    losses = plain_steps(placed(), Plan(precision="bf16"), Settings()).losses
+    assert losses == pytest.approx(plain_steps(placed(), Plan(), Settings()).losses, rel=0.02)
 
 
 def test_what_is_no_matter_of_dtypes_stays_an_error() -> None:
@@ -99,28 +97,34 @@ def scatter(into: torch.Tensor, value: torch.Tensor) -> None:
     into.scatter_(0, torch.zeros(1, 2, dtype=torch.long), value[None])
 
 
+MODES = pytest.mark.parametrize("mode", [_OneDtype, OneDtype])  # the engine's, and that of a proof's one process
+
+
+@MODES
 @pytest.mark.parametrize("write", [put, scatter])
 @pytest.mark.parametrize("wide", [True, False])
-def test_what_is_written_into_keeps_its_dtype(write: Callable[..., None], wide: bool) -> None:
+def test_what_is_written_into_keeps_its_dtype(write: Callable[..., None], wide: bool, mode: Any) -> None:
     dtypes = (torch.float32, torch.bfloat16) if wide else (torch.bfloat16, torch.float32)
     into, value = torch.zeros(3, 2, dtype=dtypes[0]), torch.ones(2, dtype=dtypes[1])
     with pytest.raises(RuntimeError):
         write(into.clone(), value)
-    with _OneDtype(torch.bfloat16):
+    with mode(torch.bfloat16):
         write(into, value)
     assert into.dtype == dtypes[0] and into.sum() == 2
 
 
-def test_running_statistics_are_written_into_as_they_are() -> None:
+@MODES
+def test_running_statistics_are_written_into_as_they_are(mode: Any) -> None:
     layer = nn.InstanceNorm1d(3, affine=True, track_running_stats=True).to(torch.bfloat16)
     layer.running_mean, layer.running_var = torch.zeros(3), torch.ones(3)
     x = torch.randn(4, 3, 5, dtype=torch.bfloat16)
-    with _OneDtype(torch.bfloat16):
+    with mode(torch.bfloat16):
         layer(x)
     assert layer.running_mean.abs().sum() > 0
 
 
-def test_a_tensor_that_is_given_for_the_result_is_not_copied() -> None:
+@MODES
+def test_a_tensor_that_is_given_for_the_result_is_not_copied(mode: Any) -> None:
     a, b, out = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
-    with _OneDtype(torch.bfloat16), pytest.raises(RuntimeError):
+    with mode(torch.bfloat16), pytest.raises(RuntimeError):
         torch.mm(a, b, out=out)

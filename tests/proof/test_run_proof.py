@@ -50,6 +50,13 @@ def test_a_run_equals_a_plain_loop(plan: str, values: dict, pool: RankPool) -> N
     assert "weights at the end and their averages" in parity.text()
 
 
+@pytest.mark.parametrize("task", ["run_tasks:remembered", "run_tasks:scale_free"])
+def test_no_false_alarm(task: str, pool: RankPool) -> None:
+    given = [Given("plan", "dp_replicate=2", "the test"), Given("task.name", task, "the test")]
+    parity = verify_run(load(CONFIG.with_name("scaled.toml"), values=given), pool=pool, timeout_s=60)
+    assert parity.parity, parity.text()
+
+
 def test_what_a_forward_makes_in_float32_is_float64_in_the_look_too(pool: RankPool) -> None:
     parity = proof("dp_replicate=2", pool, "run_tasks:timed", eval_every=0)
     assert parity.parity, parity.text()

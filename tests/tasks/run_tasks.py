@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,23 @@ def classified() -> Task:
 def averaged() -> Task:
     """An optimizer with a mode evaluates, and writes, other weights than it trains."""
     return classified().with_(optimizer=partial(Averaging, lr=0.1))
+
+
+def scale_free() -> Task:
+    """An optimizer that makes full updates of what rounding leaves of a bias's gradient in front of a batch norm."""
+    return classified().with_(optimizer=partial(torch.optim.Adafactor, lr=1e-2))
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> Samples:
+    samples = Samples(40, 1)
+    samples.x = samples.x.double().float()  # as of a file that is read in float64
+    return samples
+
+
+def remembered() -> Task:
+    """Data that are read once in a process, and are those of every later task there."""
+    return classified().with_(data=_loaded())
 
 
 class Solved(Net):

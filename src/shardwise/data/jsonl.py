@@ -57,6 +57,8 @@ class JsonlSource:
         self.template = template
         read = read_tokenizer(tokenizer)
         end = read.end if end is None else end
+        self.encode: Encode | None = read.encode
+        self.end = end
         if end is None and tokenizer is not None:
             self.notices.append("the tokenizer tells no end-of-text token, so documents end without one: give end=")
         self._without_words = 0
@@ -110,6 +112,10 @@ class JsonlSource:
         if not any(learn[1:]):
             raise InputError(f"{where}: nothing to learn: no token after the prompt")
         return np.asarray(tokens, dtype=np.int32), np.asarray(learn, dtype=bool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a tokenizer may be a function that cannot be pickled, and workers read tokens alone
+        return {**vars(self), "encode": None}
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -4,6 +4,7 @@
     weights that are gathered or published                  the compute dtype; one that is held whole: its master's
     masters, their gradients                                the master dtype
     the optimizer's state                                   what it is in one process, of masters of that dtype
+    what the model is given                                 what it is in one process
     what a module returns, its buffers                      no narrower than in one process
     control rows; statistics of batch norms                 64 bits; 32 bits or more
     anything else on the wire                               the compute dtype, or a wider one
@@ -48,6 +49,7 @@ class SeenDtypes:
     carried   by collectives: (tag, op) -> dtypes
     masters, gradients, buffers   by parameter's name; of buffers in which gradients add up, by number
     states    of the optimizer, by key
+    given     to the model
     returned  by modules, by their path
     held      of the module's own buffers, by name
     read      by the loss, of the model's output
@@ -58,6 +60,7 @@ class SeenDtypes:
     gradients: Named = field(default_factory=dict)
     buffers: Named = field(default_factory=dict)
     states: Named = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
     returned: Named = field(default_factory=dict)
     held: Named = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
@@ -78,8 +81,8 @@ def named(values: Any) -> set[str]:
 
 
 @contextmanager
-def returned(module: nn.Module) -> Iterator[Named]:
-    """Context: yields the dtypes of what modules return inside, by path."""
+def returned(module: nn.Module, given: set[str]) -> Iterator[Named]:
+    """Context: yields the dtypes of what modules return inside, by path; adds to `given` those of the root's inputs."""
     seen: Named = defaultdict(set)
 
     def of(path: str) -> Any:
@@ -90,6 +93,8 @@ def returned(module: nn.Module) -> Iterator[Named]:
         return note
 
     handles = [child.register_forward_hook(of(path)) for path, child in module.named_modules()]
+    note = lambda root, args, kwargs: given.update(named((args, kwargs)))  # noqa: E731
+    handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:
         yield seen
     finally:
@@ -115,7 +120,7 @@ def watched(engine: Engine) -> Iterator[SeenDtypes]:
     task = forward.task
     # here and not in the task that the engine is made of: the look at a task follows what its loss writes
     forward.task = task.with_(loss=noting(task.loss, seen.read))
-    with engine.observe() as ledger, returned(engine.module) as seen.returned:
+    with engine.observe() as ledger, returned(engine.module, seen.given) as seen.returned:
         yield seen
     forward.task = task
     seen.carried = dict(ledger.dtypes)
@@ -151,8 +156,10 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
     told.append(_unlike("what the loss reads", ranks.read, _or_wider(single.read)))
     for key in sorted(ranks.states.keys() & single.states.keys()):
         told.append(_unlike(f"the optimizer's {key}", ranks.states[key], single.states[key]))
+    told.append(_unlike("what the model is given", ranks.given, single.given))
     for name in sorted(ranks.held.keys() & single.held.keys()):
-        told.append(_unlike(f"buffer '{name}'", ranks.held[name], _or_wider(single.held[name])))
+        allowed = _or_wider(single.held[name]) or {"whole numbers"}
+        told.append(_unlike(f"buffer '{name}'", ranks.held[name], allowed))
     for path in sorted(ranks.returned.keys() & single.returned.keys()):
         told.append(_unlike(f"what '{path or 'the model'}' returns", ranks.returned[path],
                             _or_wider(single.returned[path])))  # fmt: skip

@@ -5,6 +5,7 @@ A curriculum's batches are cut here too, and their lengths compared on either si
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,7 @@ def literal_rollout(task: Task) -> Task:
     """Returns a task of K steps as the one process takes them; any other as it is."""
     if not isinstance(task.model, _Made) or not isinstance(task.loss, _Loss):
         return task
-    of = task.model.steps
+    of = SimpleNamespace(**task.model.steps.asked)
 
     def loss(outputs: tuple[Any, ...], batch: Any) -> tuple:
         total = weight = 0.0
@@ -63,8 +64,8 @@ def literal_rollout(task: Task) -> Task:
 
 def _cut(growing: _Growing, step: int) -> dict[str, Any]:
     """Returns the batch of a training step with as many targets, and forcings, as the curriculum has reached."""
-    length = dict(growing.curriculum)[max(start for start, _ in growing.curriculum if start <= step)]
-    of, batch = growing.steps, growing.batch(step)
+    of, batch = SimpleNamespace(**growing.steps.asked), growing.batch(step)
+    length = of.curriculum[max(start for start in of.curriculum if start <= step)]
     return {name: value[:, :length] if name in (of.targets, *of.forcings) else value for name, value in batch.items()}
 
 
@@ -74,7 +75,8 @@ def unlike_curriculum(task: Task) -> list[str]:
     if not isinstance(growing, _Growing):
         return []
     name = growing.steps.targets
-    for step in sorted({max(0, start + beside) for start, _ in growing.curriculum for beside in (-1, 0, 1)}):
+    curriculum = growing.steps.asked["curriculum"]
+    for step in sorted({max(0, start + beside) for start in curriculum for beside in (-1, 0, 1)}):
         now, says = growing(step)[name].shape[1], _cut(growing, step)[name].shape[1]
         if now != says:
             return [f"the curriculum gives step {step} {now} steps of '{name}', and says {says}"]

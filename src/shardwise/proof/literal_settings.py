@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,13 +66,39 @@ def _adapters(lora: Any, job: Any) -> list[str]:
     if lora.rank is None:
         return []
     factor = (lora.rank if lora.alpha is None else lora.alpha) / (lora.rank**0.5 if lora.rslora else lora.rank)
-    for path, layer in job.build_task().model().named_modules():
+    model = job.build_task().model()
+    expected, adapted = _adapted(lora.targets, model), {p for p, layer in model.named_modules() if _is_adapted(layer)}
+    if expected != adapted:
+        path = min(expected ^ adapted)
+        return [f"'{path}' has {'an' if path in adapted else 'no'} adapter, and [lora] names {sorted(expected)}"]
+    for path, layer in model.named_modules():
         for name, scaling in getattr(layer, "scaling", {}).items():
             dropped = getattr(layer.lora_dropout[name], "p", 0.0)
             if (layer.r[name], dropped) != (lora.rank, lora.dropout) or abs(scaling - factor) > NEAR * abs(factor):
                 return [f"the adapter of '{path}' has rank {layer.r[name]}, factor {scaling:g} and dropout "
                         f"{dropped:g}; [lora] makes them {lora.rank}, {factor:g} and {lora.dropout:g}"]  # fmt: skip
     return []
+
+
+def _is_adapted(layer: Any) -> bool:
+    return bool(getattr(layer, "scaling", None)) and hasattr(layer, "base_layer")
+
+
+def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
+    """Returns the paths of the layers that `[lora] targets` name: ends of paths, part by part."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    paths = set()
+    for path, layer in model.named_modules():
+        base = getattr(layer, "base_layer", layer)
+        if not (isinstance(base, torch.nn.Linear) or type(base).__name__ == "Conv1D") or "base_layer" in path:
+            continue
+        parts = path.split(".")
+        for target in targets:
+            wanted = target.split(".")
+            ends = len(wanted) <= len(parts) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
+            if (ends and target != "all-linear") or (target == "all-linear" and base is not head):
+                paths.add(path)
+    return paths
 
 
 def _reads(seed: int) -> list[str]:

@@ -2,18 +2,22 @@
 
     Blend        of the source that a number falls into
     TokenSource  a window of its file, counted through the files from the first
+    JsonlSource  its documents, of which answers are learned and prompts are not
     ArraySource  one row of each array
 
-How many samples each of them has is counted again too.
+How many samples each of them has is counted again too, and no text of a built-in task is held out and trained on.
 
 Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
 
-What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, or what a user has written.
+What this does not do: render chat templates, read `FieldSource`, of whose files a mean and a lead are taken, or what
+a user has written.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from torch.utils._pytree import tree_map
 
 from shardwise.data.arrays import ArraySource
 from shardwise.data.blend import Blend
+from shardwise.data.corpus import BytesSource
+from shardwise.data.jsonl import JsonlSource
 from shardwise.data.tokens import TokenSource
 from shardwise.trace.double import as_written, default_dtype
 
@@ -49,6 +55,21 @@ def miscounted(task: Any) -> list[str]:
     return told
 
 
+def leaked(task: Any) -> list[str]:
+    """Returns a sentence where a task that the package makes trains on text that it holds out."""
+    spans = [_span(task.data), _span(task.eval_data)]
+    if None in spans or max(span[0] for span in spans) >= min(span[1] for span in spans):
+        return []
+    return ["held-out text is trained on"]
+
+
+def _span(source: Any) -> Any:
+    """Returns where a source's text begins and ends; None of one without."""
+    if isinstance(source, BytesSource):
+        return source.start, source.stop
+    return source.span if isinstance(source, TokenSource) else None
+
+
 def _count(source: Any) -> int | None:
     if isinstance(source, Blend):
         counts = [(_count(one), one) for one in source.sources]
@@ -66,6 +87,8 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
         return _of_blend
     if isinstance(source, TokenSource):
         return _of_tokens
+    if isinstance(source, JsonlSource) and source.template is None and source.encode is not None:
+        return _of_lines
     return _of_arrays if isinstance(source, ArraySource) else None
 
 
@@ -89,6 +112,44 @@ def _of_tokens(source: TokenSource, index: int) -> Any:
             return {"tokens": torch.from_numpy(row)[None]}
         window -= count
     raise IndexError(index)
+
+
+def _of_lines(source: JsonlSource, index: int) -> Any:
+    tokens: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for document in source.rows[index]:
+        ids, learned = _documents(source)[document]
+        tokens += ids
+        labels += [-100, *(token if counts else -100 for token, counts in zip(ids[1:], learned[1:], strict=True))]
+        positions += range(len(ids))
+    left = source.seq_len - len(tokens)
+    row = {
+        "input_ids": tokens + [source.pad] * left,
+        "labels": labels + [-100] * left,
+        "position_ids": [*positions, *range(left)],
+    }
+    return {name: torch.tensor([value]) for name, value in row.items()}
+
+
+@lru_cache(maxsize=1)
+def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
+    """Returns (tokens, which are learned) of each line of which something is: answers are, prompts are not."""
+    assert source.encode is not None
+    lines = [line for path in source.paths for line in path.read_bytes().splitlines() if line.strip()]
+    documents = []
+    for record in map(json.loads, lines):
+        if "completion" in record:
+            said = [(record.get("prompt", ""), False), (record["completion"], True)]
+        elif "messages" in record:
+            said = [(turn["content"], turn["role"] == "assistant") for turn in record["messages"]]
+        else:
+            said = [(record["text"], True)]
+        pairs = [(token, counts) for text, counts in said for token in source.encode(text)]
+        pairs = (pairs if source.end is None else [*pairs, (source.end, True)])[: source.seq_len]
+        if any(counts for _, counts in pairs[1:]):
+            documents.append(([token for token, _ in pairs], [counts for _, counts in pairs]))
+    return documents
 
 
 def _of_arrays(source: ArraySource, index: int) -> Any:

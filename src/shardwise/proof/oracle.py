@@ -6,6 +6,7 @@ the optimizer steps. Masks are drawn by global index, as the engine's `global` m
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from contextlib import nullcontext
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from shardwise.device import attention_as_ops, pick_device
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.proof import literal_weights
@@ -28,11 +29,11 @@ from shardwise.proof.literal_rollout import literal_rollout, unlike_curriculum
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
+from shardwise.proof.zeros import settle_and_note
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
-from shardwise.trace.module_state import ModuleState
 
 
 @dataclass
@@ -61,6 +62,8 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     eps = EpsWatch(named, optimizer, task.optimizer)
     record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
+    if not needs_closure(optimizer):
+        settle_and_note(optimizer, record.limits)
     record.trained = {name for name, _ in named}
     record.initial = {name: kept(param) for name, param in module.named_parameters()}
     random = _Noted(BatchDims())
@@ -165,7 +168,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
         if watch is not None:
             watch.begin(index, samples.start, samples.count, samples.total)
         with (
-            attention_as_ops(settings.device != "cpu"),
+            nullcontext() if settings.device == "cpu" else sdpa_kernel(SDPBackend.MATH),  # whose dropout modes see
             random.watching(module),
             KeepDouble(),
             default_dtype(settings.dtype),
@@ -183,8 +186,16 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
 
 
 def _shares(task, module, named, batch, step, settings, random, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Returns each data rank's summand of every gradient; [] where samples look at each other. Restores the module."""
-    state = ModuleState(module)
+    """Returns each data rank's summand of every gradient; [] where samples look at each other.
+
+    Of a copy of the module, which forwards may change; [] of one that cannot be copied.
+    """
+    try:
+        module = copy.deepcopy(module)
+    except (RuntimeError, TypeError):  # of torch, for tensors of a graph in its attributes; of what holds a thread
+        return []
+    copies = dict(module.named_parameters())
+    named = [(name, copies[name]) for name, _ in named]
     _, weight = _sums(task, module, named, batch, step, settings, random)
     whole = {name: kept(param.grad) / weight for name, param in named if param.grad is not None}
     shares = []
@@ -196,10 +207,6 @@ def _shares(task, module, named, batch, step, settings, random, ranks: int) -> l
             shares.append({n: zeros[n] if (g := grads[n]) is None else kept(g) / weight for n in whole})
     except (RuntimeError, ValueError):  # too few samples for a norm, say: then nothing is known of shares
         return []
-    finally:
-        state.restore()
-        for _, param in named:
-            param.grad = None
     # where samples look at each other (a batch norm), parts of a batch do not add up to the whole
     adds_up = all(torch.allclose(sum(share[name] for share in shares), value) for name, value in whole.items())
     return shares if adds_up else []
@@ -229,7 +236,7 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
     built = build(task.model, settings.seed)
     module = built.module
     built.value_from = task.weights
-    device = pick_device(settings.device)
+    device = torch.device(settings.device)
     # copies: where building was not deferred, a value is the module's own tensor
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():
@@ -262,7 +269,7 @@ def _nudge_inside(module: nn.Module, settings: Settings) -> None:
 
 def _cast(batch: Any, settings: Settings) -> Any:
     """Returns the batch with floating-point data in the proof's dtype, all of it on the proof's device."""
-    device = pick_device(settings.device)
+    device = torch.device(settings.device)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         tensor = nudged(tensor.to(settings.dtype), settings, -1) if tensor.is_floating_point() else tensor

@@ -12,11 +12,9 @@ from dataclasses import replace
 import torch
 from torch.utils._pytree import tree_map_only
 
-from shardwise.device import pick_device
 from shardwise.engine.engine import on_mesh
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
-from shardwise.precision import met_at
 from shardwise.proof.dtypes import SeenDtypes, named, of_states, returned, said, watched
 from shardwise.proof.literal import bounds, count_of, optimizer_of, samples_of
 from shardwise.proof.oracle import needs_closure, plain_module
@@ -37,27 +35,18 @@ def rank_dtypes(task: Task, plan: Plan, settings: Settings, mesh: Mesh) -> SeenD
 
 def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     """Returns the dtypes of one process: of its modules in one micro-batch, and of the optimizer's state after it."""
-    try:
-        return _one_step(task, plan, settings)
-    except RuntimeError as error:
-        if (met := met_at(task, plan, error)) is None:
-            raise
-        return _one_step(met, plan, settings)
-
-
-def _one_step(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     compute, master, _ = said(plan)
     module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32)))
     params = [param for param in module.parameters() if param.requires_grad]
     masters = [torch.nn.Parameter(_in(param.detach(), master)) for param in params]
     for param in module.parameters():
         param.data = _in(param.data, compute)
-    batch, device = global_batch(task, settings, 0), pick_device(settings.device)
+    batch, device = global_batch(task, settings, 0), torch.device(settings.device)
     first, last = bounds(count_of(batch), settings.accumulate)[0]
     part = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), samples_of(batch, first, last))
     random, seen = GlobalRandom(BatchDims()), SeenDtypes()
     random.begin(settings.seed, 0, 0, Samples(0, last - first, last - first))
-    with random.watching(module), returned(module) as seen.returned:
+    with random.watching(module), returned(module, seen.given) as seen.returned:
         _, objective = loss_in(task, module, part, compute, settings, 0, seen.read)
         objective.backward()
     seen.returned = dict(seen.returned)

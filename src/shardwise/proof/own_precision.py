@@ -24,17 +24,15 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.engine import parallelize
 from shardwise.layout import Plan
-from shardwise.precision import met_at
 from shardwise.proof import dtypes
 from shardwise.proof.dtypes import SeenDtypes
 from shardwise.proof.literal import count_of, loss_of, samples_of
+from shardwise.proof.literal_dtypes import OneDtype
 from shardwise.proof.oracle import plain_module
 from shardwise.proof.outcome import Parity
 from shardwise.proof.settings import Settings, global_batch, nudged
@@ -87,7 +85,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     parity.precision = plan.precision
     task = job.build_task()
     try:
-        reference, task = _reference(task, plan, settings)
+        reference = plain_steps(task, plan, settings)
     except Exception as failure:
         message = str(failure).splitlines()[0] if str(failure) else ""
         parity.loss_error = 0.0
@@ -144,16 +142,6 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
     if plan.compile:
         parity.notes.append("compile=true is left out: masks by global index need eager ops")
     return parity
-
-
-def _reference(task: Task, plan: Plan, settings: Settings) -> tuple[Narrow, Task]:
-    """Returns (what one process does, the task it does it with): the task as it is, or with inputs of one dtype."""
-    try:
-        return plain_steps(task, plan, settings), task
-    except RuntimeError as error:
-        if (met := met_at(task, plan, error)) is None:
-            raise
-        return plain_steps(met, plan, settings), met
 
 
 def _compare_numbers(
@@ -259,7 +247,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
             random.begin(settings.seed, step, index, Samples(low - micro[0], high - low, micro[1] - micro[0]))
             with (
                 random.watching(module),
-                nullcontext(SeenDtypes().returned) if step else dtypes.returned(module) as seen,
+                nullcontext(SeenDtypes().returned) if step else dtypes.returned(module, record.dtypes.given) as seen,
             ):
                 part = samples_of(batch, low, high)
                 loss, objective = loss_in(task, module, part, compute, settings, step, record.dtypes.read)
@@ -337,7 +325,7 @@ def loss_in(
         return moved_by_epsilon(tensor.to(compute), settings, step, -1) if tensor.is_floating_point() else tensor
 
     args, kwargs = tree_map_only(torch.Tensor, narrow, task.inputs(part))
-    with _WideNorms():
+    with OneDtype(compute):
         output = module(*args, **kwargs)
     output = tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, output)
     loss = loss_of(task.with_(loss=dtypes.noting(task.loss, read)), output, part)
@@ -347,22 +335,6 @@ def loss_in(
             1.0 if extra.weight is None else float(loss.weight) / float(extra.weight)
         )
     return loss, objective
-
-
-_NORM_WEIGHTS = {functional.batch_norm: ((3, "weight"), (4, "bias")), torch.batch_norm: ((1, "weight"), (2, "bias"))}
-
-
-class _WideNorms(TorchFunctionMode):
-    """Function mode that gives batch norms weights of 32 bits: kernels take only those beside an input of 16 bits."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = list(args), dict(kwargs or {})
-        for place, name in _NORM_WEIGHTS.get(func, ()):
-            if place < len(args) and args[place] is not None:
-                args[place] = args[place].to(torch.promote_types(args[place].dtype, torch.float32))
-            elif kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].to(torch.promote_types(kwargs[name].dtype, torch.float32))
-        return func(*args, **kwargs)
 
 
 def moved_by_epsilon(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:

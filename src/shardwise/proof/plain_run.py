@@ -33,6 +33,7 @@ from shardwise.proof.literal_sources import one_by_one
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.settings import Settings
 from shardwise.proof.visited import literal
+from shardwise.proof.zeros import settle_and_note
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.reading_seeds import drawing
 from shardwise.task import Task
@@ -72,6 +73,7 @@ class RunRecord:
     evaluations: dict[int, Numbers] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    averaged: list[str] = field(default_factory=list)  # names of the weights of which an average is kept
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     # the checkpoint of a run at its end; of the plain loop what one should hold
     saved: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class RunRecord:
     read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
     position: int | None = None  # samples read
+    limits: tuple[float, ...] = ()  # by step, up to which elements of gradients are zero (zeros)
     differences: list[str] = field(
         default_factory=list
     )  # beside the other side: from what torch does, unreadable files
@@ -98,6 +101,8 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     if needs_closure(optimizer):
         raise RefusedPlan(f"a run with {type(optimizer).__name__}, which needs a closure: verify the task itself")
     rates = [group.get("lr") for group in optimizer.param_groups]
+    limits: list[float] = []
+    settle_and_note(optimizer, limits)
     averages = {name: param.detach().clone() for name, param in named}
     record = RunRecord(initial=_state_dict(module))
     random = CheckedRandom(BatchDims())
@@ -123,6 +128,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
                 evaluation |= {f"ema_eval_{key}": value for key, value in of_average.items()}
             record.evaluations[step] = evaluation
     record.differences = of_task + unlike + random.differences
+    record.limits = tuple(limits)
     record.saved = _state_dict(module)  # before the optimizer evaluates: what training goes on from
     with evaluating(optimizer):
         record.weights = _state_dict(module)
@@ -137,6 +143,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     if settings.decay is not None:
         with _replaced(named, averages):
             record.averages = _state_dict(module)
+        record.averaged = [name for name, _ in named]
     return record
 
 

@@ -27,6 +27,7 @@ from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, raise_eps
 from shardwise.proof.sizes import sizes_of
 from shardwise.proof.watch import CallTrace, ModuleWatch
+from shardwise.proof.zeros import settle
 from shardwise.random import Samples
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
@@ -102,6 +103,7 @@ def _engine(task: Task, plan: Plan, settings: Settings) -> tuple[Engine, list[in
     with KeepDouble(), default_dtype(settings.dtype), small_buckets() as buckets:
         engine = parallelize(task, plan, **settings.of_engine)
     raise_eps(engine.optimizer)
+    settle(engine, settings.limits)
     return engine, buckets
 
 

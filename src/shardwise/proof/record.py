@@ -33,6 +33,7 @@ class Record:
     states: list[Tensors] = field(default_factory=list)  # of the optimizer: "exp_avg of blocks.0.weight"
     initial: Tensors = field(default_factory=dict)
     lr: float = 0.0
+    limits: list[float] = field(default_factory=list)  # by step, up to which elements of gradients are zero (zeros)
     trained: set[str] = field(default_factory=set)  # names of parameters that get a gradient
     notices: list[str] = field(default_factory=list)
     ledger: list[dict] = field(default_factory=list)

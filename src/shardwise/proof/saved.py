@@ -60,7 +60,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
         return
     for prefix, ours, theirs in (
         ("checkpoint's ", single.saved, ranks.saved),
-        ("checkpoint's average of ", {n: single.averages[n] for n in ranks.saved_averages}, ranks.saved_averages),
+        ("checkpoint's average of ", {n: single.averages[n] for n in single.averaged}, ranks.saved_averages),
     ):
         for name, value in ours.items():
             if name in ranks.read_again:

@@ -28,6 +28,7 @@ class Settings:
     device: str = "cpu"  # or the type of the accelerator, which ranks share where there are fewer
     own_backend: bool = False  # of the accelerator's, where ranks share it too
     share: tuple[int, int] | None = None  # (rank, ranks): the samples of one data rank alone
+    limits: tuple[float, ...] = ()  # of the ranks: by step, up to which elements of gradients are zero (zeros)
     halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
 
     @property

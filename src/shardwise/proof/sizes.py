@@ -41,7 +41,7 @@ SIZES = (
     PathSize("parallel.sequence.block_attention", "MOST_SCORES", 64, "scores of more are written a few rows at a time"),
     PathSize("parallel.sequence.block_attention", "has_fused", _never, "blocks are written out, as where no kernel is"),
     PathSize("parallel.sequence.ring_plan", "LEAST_TILE", 2, "positions whose mask is made and looked at by itself"),
-    PathSize("parallel.sequence.ring_plan", "MOST_PAIRS", 2, "more pairs of runs are one masked block"),
+    PathSize("parallel.sequence.ring_plan", "MOST_PAIRS", 1, "more pairs of runs are one masked block"),
     PathSize("part.tiles.overlap", "LEAST", 0.0, "larger convolutions compute while their halo is on its way"),
     PathSize("part.tiles.overlap", "BORDER", 1.0, "those of which more is border wait for it"),
     PathSize("comm.together", "MOST_BYTES", 64, "tables of more are gathered in several rounds"),

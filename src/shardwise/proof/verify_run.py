@@ -17,7 +17,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from shardwise.proof.saved import compare_saved, read_saved
 from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
 from shardwise.proof.sizes import small_sizes
 from shardwise.proof.visited import starts_of, visiting
+from shardwise.proof.zeros import settle
 from shardwise.step.task_optimizer import named_groups
 from shardwise.task import Task
 from shardwise.trace.double import KeepDouble, as_written, default_dtype
@@ -91,6 +92,7 @@ class Proving:
     starts: tuple[int, ...] = ()
     batch: int = 1
     watching: own_run.Watching | None = None  # of a run in its own precision
+    limits: tuple[float, ...] = ()  # by step, up to which elements of gradients are zero in float64 (zeros)
 
     def task(self, task: Task) -> Task:
         """Returns the task with fewer samples and an eps not below that of proofs; batches as the task draws them."""
@@ -117,6 +119,8 @@ class Proving:
     @contextmanager
     def around(self, engine: Engine) -> Iterator[None]:
         """Context around the steps of a rank's engine: what they write is watched, or they run at the small sizes."""
+        if self.watching is None:
+            settle(engine, self.limits)
         with small_sizes() if self.watching is None else self.watching.around(engine):
             yield
 
@@ -157,6 +161,7 @@ def verify_run(
         job = make_job(effective, task)
         small, settings = _small(job, steps or STEPS, parity)
         single = plain_run(small.build_task(), settings)
+        small = small.with_(proof=replace(small.proof, limits=single.limits))
         with _ranks(pool, timeout_s) as on_ranks:
             ranks = _run(small, on_ranks)
             parity.second = _second(job, settings, on_ranks)
@@ -195,6 +200,8 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     length = None if task.data is None else len(task.data)
     factor = make_schedule(config.schedule, total)
     parity.differences += literal_settings.differences(job, length, factor, total) + literal_sources.miscounted(task)
+    if task.name == effective.config.task.name:  # a built-in one, which splits its data by itself
+        parity.differences += literal_sources.leaked(task)
     small = job.with_(
         effective=replace(effective, config=config, plan=plan),
         steps=steps,
@@ -277,8 +284,7 @@ def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, p
 
 def prove_rank(job: Job) -> own_run.Watching | None:
     """Run the training loop of one rank; returns what watched it."""
-    with KeepDouble() if job.proof.watching is None else nullcontext():
-        run_rank(job)
+    run_rank(job)  # which builds the task as it is written: what is in memory then is its own precision's too
     watching: own_run.Watching | None = job.proof.watching
     return watching
 

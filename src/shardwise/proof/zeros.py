@@ -1,0 +1,52 @@
+"""Elements of gradients that the bar takes for zero are made zero before each update, alike on both sides of a proof.
+
+    one process   limit of a step = 512 epsilons of the largest element of any gradient
+    both sides    elements no larger than the limit are 0 when the optimizer reads them
+
+What is left of a sum that cancels (a bias in front of a batch norm, of keys in attention) is rounding, another one in
+each order of summation. An optimizer that divides a gradient by its own size, or takes its sign, makes updates of full
+size of it, which differ between one process and N ranks as between two runs of one process that rounds otherwise.
+
+What this does not do: settle what is larger than the limit on either side, sparse gradients, or an optimizer that
+computes gradients by itself in a closure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+ZERO = 2**9  # units of rounding of the largest gradient; in float64 what the bar of gradients does not tell from 0
+
+
+def settle_and_note(optimizer: torch.optim.Optimizer, limits: list[float]) -> None:
+    """Let one process's optimizer read settled gradients; each step's limit is added to `limits`."""
+
+    def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        gradients = _gradients(optimizer)
+        sizes = [float(g.abs().max()) * torch.finfo(g.dtype).eps for g in gradients if g.numel()]
+        limits.append(ZERO * max(sizes, default=0.0))
+        _settle(gradients, limits[-1])
+
+    optimizer.register_step_pre_hook(before)
+
+
+def settle(engine: Any, limits: Sequence[float]) -> None:
+    """Let a rank's optimizer read settled gradients, by one process's limits; without these, gradients as they are."""
+    if limits:
+        engine.optimizer.register_step_pre_hook(lambda own, *_: _settle(_gradients(own), limits[engine.steps_done]))
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns what the optimizer reads, but sparse tensors; of a sharded one this rank's part."""
+    own = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in own if not grad.is_sparse]
+
+
+@torch.no_grad()
+def _settle(gradients: Sequence[torch.Tensor], limit: float) -> None:
+    for gradient in gradients:
+        gradient.masked_fill_(gradient.abs() <= limit, 0)
