@@ -45,6 +45,17 @@ def test_right_scripts_are_equal(script: str, pool: RankPool) -> None:
     assert parity.parity, parity.text()
 
 
+def test_a_script_that_insists_on_float32_is_proven_in_it(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp2_gpt.py"
+    asserts = "assert loss.dtype == torch.float32; loss.backward()"
+    text = (FOLDER / path.name).read_text().replace("loss.backward()", asserts)
+    path.write_text(text)
+    parity = prove(path, path.name, pool)
+    assert parity.parity and not parity.float64, parity.text()
+    path.write_text(text.replace("loss.backward()", "(1.001 * loss).backward()"))
+    assert not prove(path, path.name, pool, FOLDER / path.name).equal
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK_MISTAKES else pytest.mark.long) for name in planted.MISTAKES],
