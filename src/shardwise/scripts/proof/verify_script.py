@@ -12,6 +12,7 @@ What this does not do: compare what the script prints, or writes by code of its 
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -154,6 +155,9 @@ def verify_script(
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
     if not parity.equal:
+        for step, record in enumerate(first.steps):
+            if any(not math.isfinite(loss) for loss in record.losses):
+                raise InputError(f"verify: in one process the loss of step {step} is not finite: nothing equals that")
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
         if without_losses:
