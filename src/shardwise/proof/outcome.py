@@ -22,6 +22,7 @@ FLOAT64_BARS = {
     "optimizer": OPTIMIZER_BAR,
 }
 KINDS = ("gradient", "parameter", "buffer", "optimizer")  # compared by name
+MOST_TOLD = 8  # differences that a text lists
 
 
 def _times(error: float, bar: float) -> float:
@@ -115,7 +116,9 @@ class Parity:
         if self.norm_error is not None:
             lines.append(f"  norm        {self.norm_error:.1e}   (bar {self.bars['norm']:.0e})")
         lines += [self._line(kind) for kind in KINDS if self.errors(kind)]
-        lines += [f"  different: {what}" for what in self.differences]
+        lines += [f"  different: {what}" for what in self.differences[:MOST_TOLD]]
+        if len(self.differences) > MOST_TOLD:
+            lines.append(f"  different: and {len(self.differences) - MOST_TOLD} more (--json)")
         lines += [f"  first: {self.first.text()}"] if self.first is not None else []
         lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
         lines += [f"  not proven: {what}" for what in self.unproven]

@@ -85,7 +85,7 @@ CAUSES = {
 # and for a script that sets up its ranks by itself, whose wrapper takes the mean of the ranks' gradients
 OF_OTHERS = {
     "weights_at_start": "weights differ before the first step: {}. Ranks draw their own: give all of them one seed, or "
-    "rank 0's weights",
+    "rank 0's weights; pieces that are drawn after fully_shard (of a model on meta) are no part of one process's",
     "other_samples": "models are called with other samples than in one process, from step {} on: the sum of all "
     "numbers differs. Where ranks take theirs by a DistributedSampler (set_epoch in each epoch, none to fill up), one "
     "process needs one too: DistributedSampler(data, num_replicas=1, rank=0), and under Accelerate both "
