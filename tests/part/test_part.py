@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -348,6 +349,11 @@ def _sums() -> dict[str, float]:
                 checks["written into a view"] = (written * 1, expected[0])
                 checks["a view of what was written into"] = (view * 1, expected[1].view(10, 4))
                 checks["views beside a view that was written into"] = (beside * 1, 2 * whole.view(-1))
+            part = Part(Owners.blocks(5, ranks).take(whole, 1, axis.index), 1, Owners.blocks(5, ranks), on)
+            for what, saved in (("sum", new()), ("part", part)):
+                read = pickle.loads(pickle.dumps(saved))
+                assert type(read) is torch.Tensor
+                checks[f"a {what} written to a file"] = (read, whole)
             twice = new()
             checks["read twice"] = (twice.exp() + twice.view(2, 5, 4), whole.exp() + whole)
             for name, (value, expected, *kind) in checks.items():

@@ -112,6 +112,27 @@ def test_a_loss_that_is_no_number_fails_in_any_step(losses: list[float]) -> None
     assert parity.loss_error == float("inf") and not parity.parity
 
 
+def test_gradients_that_are_not_finite_leave_a_floor_for_those_that_are() -> None:
+    records = [Record(lr=0.1) for _ in range(2)]
+    for record, zero in zip(records, (0.0, 1e-12), strict=True):
+        record.losses, record.norms, record.trained = [1.0], [1.0], {"a", "b"}
+        tensors = {"a": torch.tensor([float("nan")]), "b": torch.tensor([zero])}
+        record.gradients, record.states, record.buffers = [tensors], [{}], [{}]
+        record.initial, record.parameters = (
+            {"a": torch.zeros(1), "b": torch.zeros(1)},
+            [dict.fromkeys("ab", torch.ones(1))],
+        )
+    parity = Parity("", 1)
+    compare(parity, *records)
+    assert parity.gradient_error["a"] == float("inf") and not parity.equal
+
+
+def test_a_text_lists_some_differences_and_counts_the_rest() -> None:
+    parity = Parity("tp=2", 2, loss_error=1.0, bars=dict(FLOAT64_BARS), differences=[f"tensor {n}" for n in range(30)])
+    lines = [line for line in parity.text().splitlines() if "different:" in line]
+    assert lines[0] == "  different: tensor 0" and lines[-1] == "  different: and 22 more (--json)" and len(lines) == 9
+
+
 def test_values_that_are_no_numbers_are_equal_where_they_are_the_same() -> None:
     mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
     assert tensor_error(mask, mask.clone(), 1.0) == 0

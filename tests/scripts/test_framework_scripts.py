@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.errors import InputError
 from shardwise.proof.outcome import Parity
 from shardwise.ranks import RankPool
 from shardwise.scripts.proof.verify_script import verify_script
@@ -43,6 +44,24 @@ def prove(path: Path, script: str, pool: RankPool, against: Path | None = None) 
 def test_right_scripts_are_equal(script: str, pool: RankPool) -> None:
     parity = prove(FOLDER / script, script, pool)
     assert parity.parity, parity.text()
+
+
+def test_a_script_that_insists_on_float32_is_proven_in_it(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp2_gpt.py"
+    asserts = "assert loss.dtype == torch.float32; loss.backward()"
+    text = (FOLDER / path.name).read_text().replace("loss.backward()", asserts)
+    path.write_text(text)
+    parity = prove(path, path.name, pool)
+    assert parity.parity and not parity.float64, parity.text()
+    path.write_text(text.replace("loss.backward()", "(1.001 * loss).backward()"))
+    assert not prove(path, path.name, pool, FOLDER / path.name).equal
+
+
+def test_a_loss_that_is_not_finite_is_bad_input(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "ddp_images.py"
+    path.write_text((FOLDER / path.name).read_text().replace("loss.backward()", "(loss * float('nan')).backward()"))
+    with pytest.raises(InputError, match="in one process the loss of step 0 is not finite"):
+        prove(path, path.name, pool)
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--seed is not for a script" in capsys.readouterr().err
 
 
+def test_an_error_on_ranks_alone_is_told_with_the_script_s_line(pool: RankPool, tmp_path: Path) -> None:
+    text = PREPARED.replace("22, 5", "24, 5").replace("loss = nn", "x.view(-1, 4, 5); loss = nn")
+    error = prove(pool, tmp_path, text).error
+    line = text.splitlines().index(next(each for each in text.splitlines() if "x.view" in each)) + 1
+    assert error and "on rank" in error and f"(line {line}: x.view(-1, 4, 5); loss = nn" in error
+
+
 def test_a_sketch_is_linear_and_sees_one_element() -> None:
     a, b = torch.randn(70, 70, dtype=torch.float64), torch.randn(70, 70, dtype=torch.float64)
     assert sketch(a).shape == (BLOCKS,)

@@ -111,6 +111,10 @@ class Sum(Distributed):
         """Returns the total over ranks as a NumPy array. Collective, the first time."""
         return plain(self).numpy(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns the total over ranks as it is pickled. Collective, the first time."""
+        return plain(self).detach().__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Sum(shape={tuple(self.shape)}, over {self.axis.name}, dtype={self.dtype})"
 

@@ -32,9 +32,7 @@ def tensor_error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
     if bool(same.all()):
         return 0.0
     a, b = a.to(wide), b.to(wide)
-    finite = b[torch.isfinite(b)]
-    largest = max(float(finite.abs().max()) if finite.numel() else 0.0, floor)
-    error = float((a - b)[~same].abs().max()) / largest
+    error = float((a - b)[~same].abs().max()) / max(_largest([b]), floor)
     return error if error == error else float("inf")  # NaN is below any bar
 
 
@@ -95,7 +93,9 @@ def _key(name: str) -> str:
 
 
 def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
-    return max((float(t.abs().max()) for t in tensors if t is not None and t.numel()), default=0.0)
+    """Returns the largest size of a finite element."""
+    finite = (t[torch.isfinite(t)].abs() for t in tensors if t is not None)
+    return max((float(sizes.max()) for sizes in finite if sizes.numel()), default=0.0)
 
 
 def _compare_named(parity: Parity, kind: str, expected: Tensors, actual: Tensors, floor: Floor, step: int) -> None:

@@ -22,11 +22,18 @@ FLOAT64_BARS = {
     "optimizer": OPTIMIZER_BAR,
 }
 KINDS = ("gradient", "parameter", "buffer", "optimizer")  # compared by name
+MOST_TOLD = 8  # differences, and reasons for no proof, that a text lists
 
 
 def _times(error: float, bar: float) -> float:
     """Returns error / bar; for a bar of 0 infinity, or 0 where there is no error."""
     return error / bar if bar else math.inf if error else 0.0
+
+
+def _first_of(label: str, what: list[str]) -> list[str]:
+    """Returns a line for each of the first few, and one that counts the rest."""
+    rest = [f"and {len(what) - MOST_TOLD} more (--json)"] if len(what) > MOST_TOLD else []
+    return [f"  {label}: {each}" for each in what[:MOST_TOLD] + rest]
 
 
 @dataclass
@@ -115,10 +122,10 @@ class Parity:
         if self.norm_error is not None:
             lines.append(f"  norm        {self.norm_error:.1e}   (bar {self.bars['norm']:.0e})")
         lines += [self._line(kind) for kind in KINDS if self.errors(kind)]
-        lines += [f"  different: {what}" for what in self.differences]
+        lines += _first_of("different", self.differences)
         lines += [f"  first: {self.first.text()}"] if self.first is not None else []
         lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
-        lines += [f"  not proven: {what}" for what in self.unproven]
+        lines += _first_of("not proven", self.unproven)
         lines += [f"  note: {note}" for note in self.notes]
         if self.second is not None:
             lines += [self.second.text(), "both proofs:"]

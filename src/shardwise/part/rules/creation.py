@@ -48,8 +48,8 @@ def _read(function: Callable) -> Callable:
     return lambda part, *args, **kwargs: function(plain(part.detach()), *args, **kwargs)
 
 
-for _function in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__):
-    FUNCTIONS[_function] = _read(_function)  # what Python reads is read from the whole tensor
+for _function in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__reduce_ex__):
+    FUNCTIONS[_function] = _read(_function)  # what Python reads, or writes to a file, is of the whole tensor
 
 
 @rule("_local_scalar_dense", "equal", "is_nonzero")

@@ -85,10 +85,12 @@ CAUSES = {
 # and for a script that sets up its ranks by itself, whose wrapper takes the mean of the ranks' gradients
 OF_OTHERS = {
     "weights_at_start": "weights differ before the first step: {}. Ranks draw their own: give all of them one seed, or "
-    "rank 0's weights",
+    "rank 0's weights; pieces that are drawn after fully_shard (of a model on meta) are no part of one process's",
     "other_samples": "models are called with other samples than in one process, from step {} on: the sum of all "
-    "numbers differs. Each rank's sampler takes the share of its own rank, with set_epoch in each epoch and without "
-    "samples to fill up; what a dataset draws is not to follow from the rank",
+    "numbers differs. Where ranks take theirs by a DistributedSampler (set_epoch in each epoch, none to fill up), one "
+    "process needs one too: DistributedSampler(data, num_replicas=1, rank=0), and under Accelerate both "
+    "use_seedable_sampler=True. Where samples are drawn, every rank draws those of all by one seed and takes its part; "
+    "crops and flips follow from a sample's index, or are left out",
     "learning_rate": "a setting of the optimizer differs: {}. It follows from the number of ranks, or from a rank's "
     "own numbers",
     "update": "gradients are equal, and weights differ after step {}: on ranks some weights are in no optimizer, or "

@@ -27,7 +27,7 @@ from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.entries import as_given, as_one
-from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, shortened
+from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, nudge, shortened
 from shardwise.scripts.reading import samples_of
 
 
@@ -92,7 +92,7 @@ class Plain:
         self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
         self._calls = 0
         if recorder.job.nudge:
-            _nudge(self.model, recorder.job.nudge)
+            nudge(self.model.parameters(), recorder.job.nudge)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
         self._hook(optimizer)
@@ -258,16 +258,6 @@ class Plain:
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-@torch.no_grad()
-def _nudge(model: nn.Module, seed: int) -> None:
-    """Move each element of the weights by one epsilon, up or down."""
-    generator = torch.Generator().manual_seed(seed)
-    for param in model.parameters():
-        if param.is_floating_point():
-            signs = torch.randint(0, 2, param.shape, generator=generator).to(param) * 2 - 1
-            param.mul_(1 + signs * torch.finfo(param.dtype).eps)
 
 
 def load_refused(folder: str | Path) -> dict[str, Any]:

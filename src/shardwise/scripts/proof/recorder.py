@@ -252,6 +252,17 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
     return total
 
 
+@torch.no_grad()
+def nudge(params: Iterable[torch.Tensor], seed: int) -> None:
+    """Move each element of the weights by one epsilon, up or down."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        if param.is_floating_point():
+            values = param.to_local() if hasattr(param, "to_local") else param  # of a DTensor in one process: all of it
+            signs = torch.randint(0, 2, values.shape, generator=generator).to(values) * 2 - 1
+            values.mul_(1 + signs * torch.finfo(values.dtype).eps)
+
+
 def _plain(value: Any) -> Any:
     """A setting as a number, text or a tuple of them."""
     if isinstance(value, torch.Tensor):

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.proof.settings import raise_eps
-from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, sketch
+from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, nudge, sketch
 
 # what wrappers put into the names of what they hold
 _WRAPPED = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_forward_module|_checkpoint_wrapped_module)(?=\.)")
@@ -75,16 +75,19 @@ class TorchHooks:
             if held and not torch.is_grad_enabled() and not module.training:
                 self._recorder.met("an evaluation")
             return
+        if self._recorder.job.nudge:
+            met = {id(param) for root in self._roots for param in root.parameters()}
+            nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job.nudge)
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
-        self._given(module, args, {})  # keywords of a module's first call are not told
-        self._stack.callback(module.register_forward_pre_hook(self._given, with_kwargs=True).remove)
+        # behind forward, since a hook before it would miss the call at hand, and torch's global ones get no keywords
+        self._stack.callback(module.register_forward_hook(self._given, with_kwargs=True).remove)
         for param in module.parameters() if self._recorder.job.apart else ():
             if param.requires_grad and id(param) not in self._heard:
                 self._heard.add(id(param))
                 self._stack.callback(param.register_hook(partial(self._asks, id(param))).remove)
 
-    def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """An outermost module is called with these samples."""
+    def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """An outermost module was called with these samples."""
         if torch.is_grad_enabled():
             self._recorder.called(content_of((args, kwargs)))
 

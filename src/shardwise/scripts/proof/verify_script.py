@@ -12,6 +12,7 @@ What this does not do: compare what the script prints, or writes by code of its 
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -154,6 +155,9 @@ def verify_script(
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
     if not parity.equal:
+        for step, record in enumerate(first.steps):
+            if any(not math.isfinite(loss) for loss in record.losses):
+                raise InputError(f"verify: in one process the loss of step {step} is not finite: nothing equals that")
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
         if without_losses:
@@ -189,7 +193,7 @@ def _on_ranks(
         parity.refused = str(refusal).partition("\nraised on rank")[0]
         return None
     except RunError as error:
-        parity.error = _failed_on_ranks(error)
+        parity.error = _failed_on_ranks(error, asked.path)
         return None
     if asked.foreign and parity.world_size > 1 and all(_losses(each) == _losses(records[0]) for each in records):
         parity.unproven.append(
@@ -353,7 +357,7 @@ def _one_process(runs: _Runs, asked: ScriptJob, one: str | None, parity: Parity)
         return asked, exact
     own = replace(asked, exact=False)
     record = runs.alone(_as_reference(own, None, one))
-    if asked.foreign or not record.steps:
+    if not record.steps:
         what, trace = exact.failed
         raise InputError(f"verify: the script runs in one process, and not in float64: {what}\n{trace.rstrip()}")
     noise: Noise = {}
@@ -402,9 +406,12 @@ def _cures(
     return run
 
 
-def _failed_on_ranks(error: RunError) -> str:
-    trace = getattr(error, "remote_traceback", "")
-    last = trace.rstrip().splitlines()[-1] if trace else str(error)
+def _failed_on_ranks(error: RunError, path: str) -> str:
+    """Returns what is said of an error on a rank, with the script's own line."""
+    trace = getattr(error, "remote_traceback", "").rstrip().splitlines()
+    last = trace[-1] if trace else str(error)
     if last.startswith("shardwise."):  # an error of ours, found in a step: it says what to do
         return f"on rank {getattr(error, 'rank', 0)}: {last.partition(': ')[2]}"
-    return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}"
+    place = next((at for at in reversed(range(len(trace) - 1)) if f'File "{path}", line' in trace[at]), None)
+    where = "" if place is None else f" ({trace[place].split(', ')[1]}: {trace[place + 1].strip()})"
+    return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}{where}"
