@@ -27,7 +27,6 @@ import click
 from shardwise.errors import RefusedPlan, ShardwiseError, nearest, no_keyboard
 from shardwise.layout.other_words import as_ours, is_key, key_of, ours_of
 from shardwise.layout.plan import Plan
-from shardwise.progress import line
 
 INTERRUPTED = 130
 COMMON: dict[str, Any] = {"refused": None, "error": None, "world_size": None, "plan": None}
@@ -81,17 +80,9 @@ class Answer:
         self.fields: dict[str, Any] = copy.deepcopy(FIELDS.get(self.command, COMMON))
         self.text = ""
         self.code = 0
-        self.unfinished = False  # a line of progress is on the terminal
-
-    def clear(self) -> None:
-        """Take the line of progress off the terminal."""
-        if self.unfinished:
-            line("")
-            self.unfinished = False
 
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
-        self.clear()
         self.code, message = _code_and_message(error, self.command)
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message

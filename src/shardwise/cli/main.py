@@ -23,7 +23,7 @@ from shardwise.cli.doctor import doctor
 from shardwise.cli.launch import launch
 from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.errors import InputError
 from shardwise.progress import unbroken_stderr
 
@@ -138,8 +138,8 @@ def train(
     })  # fmt: skip
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     check(effective.plan)
-    begin(answer, "train: loading PyTorch")
-    from shardwise.training import execute
+    with waiting(answer, "train: loading PyTorch"):
+        from shardwise.training import execute
 
     if verify_first:
         prove.verified_first(effective)
@@ -259,7 +259,6 @@ def call(args: list[str]) -> int:
             if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):  # click takes it for ctrl-D
                 error = error.__cause__
             answer.fail(error)
-    answer.clear()
     if (answer.as_json or answer.text) and speaks():
         return answer.code if _written(answer.output()) else 1
     return answer.code

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.offload import canonical
@@ -23,7 +24,6 @@ from shardwise.planner.candidates import Constraints, axes, family, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking, senseless
 from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
 from shardwise.planner.subject import Subject, counts_that_do, first_devices
-from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 
