@@ -180,6 +180,34 @@ main()
 """
 
 
+WHILE_IMPORTING = """
+import signal
+from shardwise.cli import main
+for number in (signal.SIGTERM, signal.SIGALRM):
+    signal.signal(number, main.end)
+try:
+    import slow_to_come
+except main.Ended:
+    print("ended in the import")
+try:
+    while True:
+        signal.pause()
+except main.Ended:
+    print("ended behind it")
+"""
+
+
+def test_sigterm_while_a_module_is_imported_is_answered_at_once_and_ends_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_come.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('there')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_IMPORTING], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "there\nended behind it\n"
+    assert done.stderr == "\nSIGTERM: this ends as soon as what is being imported is there\n"
+
+
 def test_a_signal_while_the_command_line_is_imported_waits_for_it():
     done = subprocess.run([sys.executable, "-c", WHILE_IMPORTED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130 and done.stderr == f"{INTERRUPTED}\n"

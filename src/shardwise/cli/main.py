@@ -220,11 +220,16 @@ def end(number: int, frame: Any) -> None:
     Not while modules are being imported, if that ends soon: C++ that calls Python there aborts on an exception.
     """
     now = time.monotonic()
-    Ended.arrived = now if Ended.arrived is None else Ended.arrived
+    first = Ended.arrived is None
+    Ended.arrived = now if first else Ended.arrived
     again = signal.getsignal(signal.SIGALRM) is end
     if again:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-    if Ended.raised() is not None or (again and _importing(frame) and now - Ended.arrived < IMPORT_S):
+    if Ended.raised() is None and again and _importing(frame) and now - Ended.arrived < IMPORT_S:
+        if first:
+            os.write(2, b"\nSIGTERM: this ends as soon as what is being imported is there\n")
+        return
+    if Ended.raised() is not None:
         return
     ended = Ended()
     Ended.raised = weakref.ref(ended)

@@ -93,12 +93,12 @@ def search(
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
+        further = "; a search goes further with --max-tp, --max-pp, --max-cp and --fix" if subject.unsearched else ""
         raise InputError(
             f"no plan fits of {looked.considered:,} that were looked at: the nearest, {plan_of(layout, precision)}, "
-            f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device: {_kept_free(cluster, constraints)}. "
+            f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device, of whose memory "
+            f"{constraints.headroom:.0%} is kept free{further}{_by_adapters(subject, layout, needed)}. "
             + (fewer or "Use more devices, or a smaller batch or sequence")
-            + _by_adapters(subject, layout, needed)
-            + (f". {subject.unsearched}" if subject.unsearched else "")
         )
     result = _ranked(subject, looked, precision, capacity, say)
     result.capacity, result.considered, result.fitted = capacity, looked.considered, len(looked.fits)
