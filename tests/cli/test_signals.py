@@ -31,6 +31,21 @@ def batch(step):
 def slow():
     return tasks.mlp().with_(batch=batch)
 """
+ROWS = """
+import torch
+from shardwise.models import tasks
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, at):
+        batch = tasks.mlp().batch(at)
+        return tuple(tensor[0] for tensor in batch)
+
+def rows():
+    return tasks.mlp().with_(batch=None, data=Rows())
+"""
 SCRIPT = "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
 VERIFY = ["verify", "slow.py:slow", "--plan", "dp_replicate=2"]
 TRAIN = ["train", "slow.py:slow", "--steps", "100000"]
@@ -221,3 +236,15 @@ def test_sigterm_to_all_before_the_first_step_is_no_failure(tmp_path: Path) -> N
     )
     assert code in (143, 75), err
     assert "failed" not in err and "forked" not in err and "Traceback" not in err, err
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc, which is Linux's")
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["slow.py:slow", "rows.py:rows"], ids=["batches", "workers"])
+def test_sigterm_to_all_amid_the_steps_saves(task: str, tmp_path: Path) -> None:
+    """As above: what forks the ranks, and what reads for them, is sent it too."""
+    (tmp_path / "rows.py").write_text(ROWS)
+    words = ["train", task, "--steps", "100000", *TWO, "--set", f"train.workers={1 if task == 'rows.py:rows' else 0}"]
+    code, err = answered(words, "", steps, signal.SIGTERM, tmp_path, "1", group=True)
+    assert code == 75, err
+    assert "failed" not in err and err.strip().splitlines()[-1].endswith("goes on")

@@ -160,6 +160,7 @@ class RankProcess:
 def _start_fork_server() -> None:
     """Start the process that forks ranks, where there is none yet; it and they leave Ctrl-C to this one.
 
+    It leaves SIGTERM to this process too: with it would go what is known of the ranks, and `timeout` sends it to all.
     The mask is inherited. Python's fork server ignores the signal only after it has imported what ranks share. The
     tracker of resources is started first, since that lets the signal through again. It removes what ranks that are
     ended leave behind (semaphores of a loader's workers); its warning of them would stand below the message on a cause.
@@ -169,7 +170,7 @@ def _start_fork_server() -> None:
         resource_tracker.ensure_running()
     finally:
         sys.warnoptions.remove(TIDIED)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         forkserver.ensure_running()
     finally:
