@@ -221,15 +221,15 @@ def end(number: int, frame: Any) -> None:
     """
     now = time.monotonic()
     first = Ended.arrived is None
-    Ended.arrived = now if first else Ended.arrived
+    arrived = Ended.arrived = now if Ended.arrived is None else Ended.arrived
     again = signal.getsignal(signal.SIGALRM) is end
     if again:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-    if Ended.raised() is None and again and _importing(frame) and now - Ended.arrived < IMPORT_S:
+    if Ended.raised() is not None:
+        return
+    if again and _importing(frame) and now - arrived < IMPORT_S:
         if first:
             os.write(2, b"\nSIGTERM: this ends as soon as what is being imported is there\n")
-        return
-    if Ended.raised() is not None:
         return
     ended = Ended()
     Ended.raised = weakref.ref(ended)
