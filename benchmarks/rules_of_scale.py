@@ -134,7 +134,7 @@ def links() -> Iterator[Row]:
     ]
     yield (
         "Ethernet is slower than InfiniBand", "no figure", f"{ratio[0] / ratio[1]:.0f} times the time over 25 Gb/s a device as over 400",
-        "an all-reduce of 7B in 16 bits over 32 H100; the ratio is that of the ports, whatever they are called",
+        "an all-reduce of 7B in 16 bits over 32 H100; the ratio is that of the ports, and of how much of each large messages reach, whatever they are called",
     )  # fmt: skip
     b, s, h = 1, 8192, 8192
     yield (

@@ -214,7 +214,7 @@ def work() -> Iterator[Row]:
     yield (
         "a pipeline moves little",
         "—",
-        f"{gb(2 * b * s * h)} for each boundary, micro-batch and direction",
+        f"{2 * b * s * h / 1e6:.0f} MB for each boundary, micro-batch and direction",
         (
             f"a tensor split reduces four such tensors in every layer, forward and backward together, and a boundary sends two: {4 * 20 / 2:.0f} times as much at 20 layers a stage"
         ),

@@ -19,6 +19,22 @@ def test_a_log_is_told_of_work_that_goes_on(capfd, monkeypatch) -> None:
     assert said.startswith("a long part\na long part ... ")
 
 
+def test_a_terminal_is_told_of_what_is_loaded_and_that_it_goes_on(capfd, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    said, until = "", time.monotonic() + 60
+    with progress.timing(True, "loading"):
+        while "loading ... 1 s" not in said and time.monotonic() < until:
+            time.sleep(0.1)
+            said += capfd.readouterr().err
+    assert said.startswith("\r\x1b[2Kloading") and capfd.readouterr().err.endswith("\r\x1b[2K")
+
+
+def test_a_log_is_not_told_of_what_is_loaded_soon(capfd) -> None:
+    with progress.timing(True, "loading"):
+        pass
+    assert capfd.readouterr().err == ""
+
+
 def test_nothing_is_said_where_it_is_not_wanted(capfd) -> None:
     with progress.timing(False) as say:
         say("a part")

@@ -62,7 +62,13 @@ def __getattr__(name: str):
         from shardwise.errors import NoSuchName
 
         raise NoSuchName(f"module 'shardwise' has no attribute {name!r}{_of_what(name)}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    import random
+
+    kept = random.getstate()  # of what is imported for it some draws (rich, by way of torch), and a script goes on here
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    finally:
+        random.setstate(kept)
 
 
 def _of_what(name: str) -> str:

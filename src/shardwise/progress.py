@@ -86,9 +86,11 @@ def telling(wanted: bool) -> Iterator[Say]:
 
 
 @contextmanager
-def timing(wanted: bool) -> Iterator[Say]:
+def timing(wanted: bool, first: str = "") -> Iterator[Say]:
     """Context: as `telling`, and the seconds of the part that goes on are counted: by a terminal's line each second,
     in a log after 10, 20, 40 seconds and so on.
+
+    first   the part that goes on from the start; a log hears of it where it takes long
 
     For work that this process waits for; what ranks say themselves would be written over.
     """
@@ -96,7 +98,10 @@ def timing(wanted: bool) -> Iterator[Say]:
         if say is silent:
             yield say
             return
-        state: list = ["", 0.0, 0.0]  # the part, when it began, seconds until it is told of next
+        patience = 0.0 if say is line else LOG_S
+        state: list = [first, time.monotonic(), patience]  # the part, when it began, seconds until it is told of next
+        if first and say is line:
+            say(first)
         over = threading.Event()
 
         def tick() -> None:
@@ -107,7 +112,7 @@ def timing(wanted: bool) -> Iterator[Say]:
                     say(f"{state[0]} ... {passed:.0f} s")
 
         def begin(text: str) -> None:
-            state[:] = [text, time.monotonic(), 0.0 if say is line else LOG_S]
+            state[:] = [text, time.monotonic(), patience]
             say(text)
 
         clock = threading.Thread(target=tick, daemon=True)

@@ -47,7 +47,7 @@ def test_inspect_and_verify(run: Path, capfd):
     assert "step 4 of digits" in out and "head.weight" in out and "optimizer AdamW" in out
     assert asked(capfd, "verify", str(run))[0] == 0
     code, found = asked(capfd, "inspect", str(run / "nothing"))
-    assert code == 2 and "there is no such folder" in found["error"]
+    assert code == 2 and "there is no such file or folder" in found["error"]
 
 
 def test_a_changed_byte_is_told_with_both_digests(run: Path, capfd, tmp_path: Path):

@@ -24,6 +24,7 @@ from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.ranks.process import allow_files
 
+MOST_LETTERS = 700  # of what was wrong and what to do
 MOST_LINES = 4  # of a message: a usage line, a title, the message, where the details are
 NAMES = {Path(name).stem for name in FILES if name.endswith(".py") and "/" not in name}
 
@@ -82,6 +83,7 @@ def check_message(err: str, told: str) -> None:
     assert "Traceback" not in err
     assert err.count("shardwise: ") == 1
     assert len(err[start:].strip().splitlines()) <= MOST_LINES
+    assert len(last_line(err)) <= MOST_LETTERS
 
 
 def by_words(rows):

@@ -31,6 +31,21 @@ def batch(step):
 def slow():
     return tasks.mlp().with_(batch=batch)
 """
+ROWS = """
+import torch
+from shardwise.models import tasks
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, at):
+        batch = tasks.mlp().batch(at)
+        return tuple(tensor[0] for tensor in batch)
+
+def rows():
+    return tasks.mlp().with_(batch=None, data=Rows())
+"""
 SCRIPT = "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
 VERIFY = ["verify", "slow.py:slow", "--plan", "dp_replicate=2"]
 TRAIN = ["train", "slow.py:slow", "--steps", "100000"]
@@ -180,6 +195,34 @@ main()
 """
 
 
+WHILE_IMPORTING = """
+import signal
+from shardwise.cli import main
+for number in (signal.SIGTERM, signal.SIGALRM):
+    signal.signal(number, main.end)
+try:
+    import slow_to_come
+except main.Ended:
+    print("ended in the import")
+try:
+    while True:
+        signal.pause()
+except main.Ended:
+    print("ended behind it")
+"""
+
+
+def test_sigterm_while_a_module_is_imported_is_answered_at_once_and_ends_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_come.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('there')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_IMPORTING], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "there\nended behind it\n"
+    assert done.stderr == "\nSIGTERM: this ends as soon as what is being imported is there\n"
+
+
 def test_a_signal_while_the_command_line_is_imported_waits_for_it():
     done = subprocess.run([sys.executable, "-c", WHILE_IMPORTED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130 and done.stderr == f"{INTERRUPTED}\n"
@@ -193,3 +236,15 @@ def test_sigterm_to_all_before_the_first_step_is_no_failure(tmp_path: Path) -> N
     )
     assert code in (143, 75), err
     assert "failed" not in err and "forked" not in err and "Traceback" not in err, err
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc, which is Linux's")
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["slow.py:slow", "rows.py:rows"], ids=["batches", "workers"])
+def test_sigterm_to_all_amid_the_steps_saves(task: str, tmp_path: Path) -> None:
+    """As above: what forks the ranks, and what reads for them, is sent it too."""
+    (tmp_path / "rows.py").write_text(ROWS)
+    words = ["train", task, "--steps", "100000", *TWO, "--set", f"train.workers={1 if task == 'rows.py:rows' else 0}"]
+    code, err = answered(words, "", steps, signal.SIGTERM, tmp_path, "1", group=True)
+    assert code == 75, err
+    assert "failed" not in err and err.strip().splitlines()[-1].endswith("goes on")

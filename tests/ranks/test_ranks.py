@@ -558,3 +558,17 @@ def test_an_engine_that_is_let_go_leaves_no_process_groups(pool: RankPool, plan:
     counted = [pool.run(_train_and_count_threads, 2, plan, width)[0] for width in widths]
     piled = max(counted[4:]) > max(counted[:4]) if held else counted[1] != counted[2]
     assert not piled, f"threads of process groups pile up: {counted}"
+
+
+LEFT = """
+from multiprocessing import forkserver, resource_tracker
+import shardwise.ranks.process as process
+forkserver.ensure_running = lambda: None
+process._start_fork_server()
+resource_tracker.register("/left-by-a-rank", "semaphore")
+"""
+
+
+def test_what_ranks_that_are_ended_leave_is_removed_without_a_word():
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -202,3 +204,20 @@ MORE_EQUAL: list[tuple] = [
     (drawn_weights, "dp_shard=2,zero=3", False),
 ]  # fmt: skip
 test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
+
+
+UNDRAWN = """
+import random
+random.seed(0)
+before = random.getstate()
+import shardwise, torch
+model = torch.nn.Linear(2, 1)
+shardwise.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(4, 2)])
+print(before == random.getstate())
+"""
+
+
+def test_what_prepare_imports_draws_nothing_of_the_script_s() -> None:
+    """In a process of its own: here all is imported already."""
+    done = subprocess.run([sys.executable, "-c", UNDRAWN], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr

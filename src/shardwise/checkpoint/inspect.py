@@ -34,7 +34,7 @@ def find(path: str | Path) -> Path:
     checkpoint = _checkpoint_of(place(path))
     if checkpoint is None:
         if not place(path).exists():
-            raise InputError(f"{path}: there is no such folder")
+            raise InputError(f"{path}: there is no such file or folder")
         below = [] if is_remote(place(path)) else [run for run in sorted(Path(path).glob("*/")) if _checkpoint_of(run)]
         advice = f"as {below[-1]}" if below else "or a checkpoint in it"
         raise InputError(f"{path}: it is no checkpoint, and holds none; give the folder of a run, {advice}")

@@ -25,9 +25,8 @@ from typing import Any
 import click
 
 from shardwise.errors import RefusedPlan, ShardwiseError, nearest, no_keyboard
-from shardwise.layout.other_words import key_of
+from shardwise.layout.other_words import as_ours, is_key, key_of, ours_of
 from shardwise.layout.plan import Plan
-from shardwise.progress import line
 
 INTERRUPTED = 130
 COMMON: dict[str, Any] = {"refused": None, "error": None, "world_size": None, "plan": None}
@@ -81,17 +80,9 @@ class Answer:
         self.fields: dict[str, Any] = copy.deepcopy(FIELDS.get(self.command, COMMON))
         self.text = ""
         self.code = 0
-        self.unfinished = False  # a line of progress is on the terminal
-
-    def clear(self) -> None:
-        """Take the line of progress off the terminal."""
-        if self.unfinished:
-            line("")
-            self.unfinished = False
 
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
-        self.clear()
         self.code, message = _code_and_message(error, self.command)
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
@@ -191,26 +182,34 @@ def _instead(error: click.NoSuchOption, words: list[str]) -> str:
     one_dash = next((word for word in words if f"-{word.partition('=')[0]}" in options), None)  # read as -p -l -a -n
     if one_dash is not None:
         return f"did you mean -{one_dash}?"
-    key = _as_a_key(error)
-    return f"give it as {key}" if key else ""
+    return _as_a_key(error)
 
 
 def _as_a_key(error: click.NoSuchOption) -> str:
-    """Returns how to set an unknown option as a key of the plan or configuration; "" where it is none."""
+    """Returns how to say an unknown option as a key of the plan or configuration; "" where nothing tells."""
     if any(option.startswith(error.option_name) for option in error.possibilities or ()):  # the option's own name, cut
         return ""
     taken = {param.name for param in error.ctx.command.params} if error.ctx is not None else set()
     name = error.option_name.lstrip("-").replace("-", "_")
     if "plan" in taken and name in Plan.__dataclass_fields__:
-        return f"--plan {name}=..."
-    if "overrides" not in taken:
+        return f"give it as --plan {name}=..."
+    if "overrides" in taken and (key := _key(name)):
+        return f"give it as --set {key}=..."
+    ours = ours_of(name) if "plan" in taken else None
+    if ours is None and "overrides" in taken:
+        ours = key_of(name)
+    if ours is None:
         return ""
+    return f"give it as --plan {ours}" if is_key(ours) else as_ours(ours).removeprefix("; ")
+
+
+def _key(name: str) -> str | None:
+    """Returns the key of a configuration that a word is, or that another tool's word stands for; None for others."""
     from shardwise.config.effective import keys
 
     key = next((key for key in keys() if key.rpartition(".")[2] == name), None)
-    if key is None and (other := key_of(name)) is not None and other.partition(",")[0] in keys():
-        key = other.partition(",")[0]
-    return f"--set {key}=..." if key else ""
+    other = (key_of(name) or "").partition(",")[0]
+    return key or (other if other in keys() else None)
 
 
 def _say_which(context: click.Context) -> str:

@@ -10,9 +10,8 @@ import click
 from shardwise.cli.answer import Answer
 from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, subject_and_batch, where
 from shardwise.cli.options import common
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.errors import InputError
-from shardwise.progress import timing
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -38,16 +37,15 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     from shardwise.cluster import Cluster
 
     cluster = Cluster.parse(words["cluster"])
-    begin(answer, "compare: loading PyTorch and the figures of the catalogue")
-    from shardwise.planner.door import plan_for
-    from shardwise.planner.proposal_text import table
+    with waiting(answer, "compare: loading PyTorch and the figures of the catalogue") as say:
+        from shardwise.planner.door import plan_for
+        from shardwise.planner.proposal_text import table
 
-    if words["measure"]:
-        _can_be_measured(task, words)
-    rows: list[list[str]] = []
-    by_plan: list[dict[str, Any]] = []
-    texts = [text for part in plans.split(";") if (text := part.strip())]
-    with timing(not answer.as_json) as say:
+        if words["measure"]:
+            _can_be_measured(task, words)
+        rows: list[list[str]] = []
+        by_plan: list[dict[str, Any]] = []
+        texts = [text for part in plans.split(";") if (text := part.strip())]
         for number, text in enumerate(texts, 1):
             say(f"compare: forecasting {text} ({number} of {len(texts)})")
             parsed = plan_for(task, text)
@@ -72,9 +70,9 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
 
 def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Returns (table cells, JSON fields) of one plan's forecast, or why there is none."""
+    from shardwise.costs.units import bytes_text, seconds_text
     from shardwise.errors import ShardwiseError
     from shardwise.planner.door import check_plan, layout_of, possible
-    from shardwise.planner.units import bytes_text, seconds_text
 
     try:
         check_plan(plan, cluster)
@@ -104,9 +102,9 @@ def _can_be_measured(task: str, words: dict[str, Any]) -> None:
 
 def _measured_row(task: Any, plan: Plan, forecast: dict[str, Any], randomness: Any) -> tuple[list[str], dict[str, Any]]:
     """Returns (table cells, JSON fields) of one plan as it ran here, or why it did not."""
+    from shardwise.costs.units import seconds_text
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here
-    from shardwise.planner.units import seconds_text
     from shardwise.task_names import resolve_task
 
     expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))

@@ -8,8 +8,7 @@ import click
 
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common
-from shardwise.cli.waiting import begin
-from shardwise.progress import timing
+from shardwise.cli.waiting import waiting
 
 
 @click.command()
@@ -32,19 +31,18 @@ def evidence(
 
     Exit code 0 when everything that was tried held, 1 when something did not.
     """
-    begin(answer, "evidence: loading PyTorch")
-    from shardwise.device import accelerator, check_device, check_own_backend, device_count, group_backend
-    from shardwise.testing.evidence_page import about, page, write
-    from shardwise.testing.machine_evidence import collect
+    with waiting(answer, "evidence: loading PyTorch") as say:
+        from shardwise.device import accelerator, check_device, check_own_backend, device_count, group_backend
+        from shardwise.testing.evidence_page import about, page, write
+        from shardwise.testing.machine_evidence import collect
 
-    kind = accelerator()
-    chosen = device or ("cpu" if kind is None else kind.type)
-    check_device(chosen, "--device")
-    count = ranks or max(2, device_count())
-    if backend is not None:
-        check_own_backend(backend, "--backend")
-    own = backend or ("gloo" if chosen == "cpu" else group_backend(count).rpartition(":")[2])
-    with timing(not answer.as_json) as say:
+        kind = accelerator()
+        chosen = device or ("cpu" if kind is None else kind.type)
+        check_device(chosen, "--device")
+        count = ranks or max(2, device_count())
+        if backend is not None:
+            check_own_backend(backend, "--backend")
+        own = backend or ("gloo" if chosen == "cpu" else group_backend(count).rpartition(":")[2])
         rows = collect(device=chosen, backend=backend, ranks=count, limit_s=60.0 * minutes, say=say)
     facts = about(own, count)
     paths = write(Path(output), facts, rows)

@@ -12,9 +12,9 @@ import click
 from shardwise.cli.answer import Answer
 from shardwise.cli.forecasting import TASK, TASK_HELP, adapted, failures, maybe_where, subject_and_batch, where
 from shardwise.cli.options import Number, WholeNumber, common, given, given_plan, output_file, write
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.errors import InputError
-from shardwise.progress import block, timing
+from shardwise.progress import block
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -99,20 +99,19 @@ def plan(answer: Answer, task: str | None, **words: Any) -> None:
     from shardwise.layout import check
 
     cluster, fixed = Cluster.parse(words["cluster"]), _fixed(words["fix"])
-    begin(answer, "plan: loading PyTorch and the figures of the catalogue")
-    from shardwise.launch.lines import start_hint, start_line
-    from shardwise.planner import Constraints
-    from shardwise.planner import search as search_plans
-    from shardwise.planner.proposal_text import first_text, proposal_dict, search_text
-    from shardwise.planner.worth import AskedJob, job_lines, jobs
+    with waiting(answer, "plan: loading PyTorch and the figures of the catalogue") as say:
+        from shardwise.launch.lines import start_hint, start_line
+        from shardwise.planner import Constraints
+        from shardwise.planner import search as search_plans
+        from shardwise.planner.proposal_text import first_text, proposal_dict, search_text
+        from shardwise.planner.worth import AskedJob, job_lines, jobs
 
-    asked = AskedJob.of(words["job"], words["tokens"], words["price"])
-    limits = {name.removeprefix("max_"): most for name, most in words.items() if name.startswith("max_") and most}
-    constraints = Constraints(
-        tuple(limits.items()), fixed, words["min_memory_headroom"], check if words["runnable"] else None
-    )
-    precision = constraints.precision(words["precision"])
-    with timing(not answer.as_json) as say:
+        asked = AskedJob.of(words["job"], words["tokens"], words["price"])
+        limits = {name.removeprefix("max_"): most for name, most in words.items() if name.startswith("max_") and most}
+        constraints = Constraints(
+            tuple(limits.items()), fixed, words["min_memory_headroom"], check if words["runnable"] else None
+        )
+        precision = constraints.precision(words["precision"])
         subject, batch = subject_and_batch(task, cluster, words, precision, say=say)
         result = search_plans(
             subject, cluster, constraints, precision=precision, say=say,
@@ -213,15 +212,14 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     from shardwise.layout import Plan
 
     Plan.parse(plan_text), Cluster.parse(words["cluster"])
-    begin(answer, "simulate: loading PyTorch and the figures of the catalogue")
-    from shardwise.planner.door import check_plan, layout_of, plan_for, possible
-    from shardwise.planner.proposal_text import forecast_lines, lacking, rank_map
-    from shardwise.simulator import step_page, timeline
+    with waiting(answer, "simulate: loading PyTorch and the figures of the catalogue") as say:
+        from shardwise.planner.door import check_plan, layout_of, plan_for, possible
+        from shardwise.planner.proposal_text import forecast_lines, lacking, rank_map
+        from shardwise.simulator import step_page, timeline
 
-    cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
-    answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
-    check_plan(parsed, cluster)
-    with timing(not answer.as_json) as say:
+        cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
+        answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
+        check_plan(parsed, cluster)
         subject, batch = subject_and_batch(task, cluster, words, parsed.precision, parsed, say)
         layout = layout_of(parsed, subject)
         say(f"{subject.name}: simulating a step of {parsed}")
@@ -311,9 +309,9 @@ def _communicators(answer: Answer, plan: Plan) -> list[str]:
 
 def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
     """Runs one rank alone; returns lines on its time, with simulated communication added, and its memory."""
+    from shardwise.costs.units import bytes_text, seconds_text
     from shardwise.measure.one_rank import measure_rank
     from shardwise.planner.door import is_shape
-    from shardwise.planner.units import bytes_text, seconds_text
     from shardwise.task_names import resolve_task
 
     if is_shape(task):

@@ -13,9 +13,8 @@ import click
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import Number, WholeNumber, common, given, given_plan, keep_others
 from shardwise.cli.prove import is_script
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.errors import InputError, ShardwiseError
-from shardwise.progress import timing
 
 if TYPE_CHECKING:
     from shardwise.config import Effective
@@ -166,8 +165,8 @@ def _job(
 ) -> tuple[Any, Any]:
     """Returns (the `LaunchJob`, the cluster or None)."""
     from shardwise.cluster import Cluster
+    from shardwise.costs.units import duration
     from shardwise.launch.launch_job import LaunchJob, grid, job_name, variables_of
-    from shardwise.planner.units import duration
 
     cluster = Cluster.parse(words["cluster"]) if words["cluster"] else None
     hosts = tuple(words["hosts"])
@@ -226,11 +225,10 @@ def _forecast(answer: Answer, effective: Effective | None, cluster: Any, words: 
         return []
     if effective is None:
         return ["no forecast of hours: a script is not traced before it runs"]
-    begin(answer, "launch: loading PyTorch and the figures of the catalogue")
-    from shardwise.launch.job_forecast import cost_lines, job_cost
-
     try:
-        with timing(not answer.as_json) as say:
+        with waiting(answer, "launch: loading PyTorch and the figures of the catalogue") as say:
+            from shardwise.launch.job_forecast import cost_lines, job_cost
+
             cost = job_cost(effective, cluster, words["price"], say)
     except ShardwiseError as error:
         return [f"no forecast of hours: {error}"]

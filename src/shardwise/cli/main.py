@@ -23,7 +23,7 @@ from shardwise.cli.doctor import doctor
 from shardwise.cli.launch import launch
 from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.errors import InputError
 from shardwise.progress import unbroken_stderr
 
@@ -138,8 +138,8 @@ def train(
     })  # fmt: skip
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     check(effective.plan)
-    begin(answer, "train: loading PyTorch")
-    from shardwise.training import execute
+    with waiting(answer, "train: loading PyTorch"):
+        from shardwise.training import execute
 
     if verify_first:
         prove.verified_first(effective)
@@ -220,11 +220,16 @@ def end(number: int, frame: Any) -> None:
     Not while modules are being imported, if that ends soon: C++ that calls Python there aborts on an exception.
     """
     now = time.monotonic()
-    Ended.arrived = now if Ended.arrived is None else Ended.arrived
+    first = Ended.arrived is None
+    arrived = Ended.arrived = now if Ended.arrived is None else Ended.arrived
     again = signal.getsignal(signal.SIGALRM) is end
     if again:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-    if Ended.raised() is not None or (again and _importing(frame) and now - Ended.arrived < IMPORT_S):
+    if Ended.raised() is not None:
+        return
+    if again and _importing(frame) and now - arrived < IMPORT_S:
+        if first:
+            os.write(2, b"\nSIGTERM: this ends as soon as what is being imported is there\n")
         return
     ended = Ended()
     Ended.raised = weakref.ref(ended)
@@ -259,7 +264,6 @@ def call(args: list[str]) -> int:
             if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):  # click takes it for ctrl-D
                 error = error.__cause__
             answer.fail(error)
-    answer.clear()
     if (answer.as_json or answer.text) and speaks():
         return answer.code if _written(answer.output()) else 1
     return answer.code

@@ -8,7 +8,7 @@ import click
 
 from shardwise.cli.answer import Answer, speaks
 from shardwise.cli.options import WholeNumber, common, output_file, write
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.progress import telling
 
 
@@ -49,9 +49,9 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, qu
     """
     from shardwise.cluster import Cluster
 
-    begin(answer, "probe: loading PyTorch")
-    from shardwise.measure.machine import probe as measure
-    from shardwise.measure.machine import text
+    with waiting(answer, "probe: loading PyTorch"):
+        from shardwise.measure.machine import probe as measure
+        from shardwise.measure.machine import text
 
     if refine is not None and not speaks():
         return  # one of a launcher's ranks corrects the file

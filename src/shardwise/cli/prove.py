@@ -11,9 +11,8 @@ import click
 
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common, given, given_plan, with_adapters
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.progress import timing
 from shardwise.task_files import is_run
 
 _PLAN = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys. A script's own by default."
@@ -190,16 +189,14 @@ def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names
 
 def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
     answer.fields.update(plan=words["plan"])
-    begin(answer, "verify: loading PyTorch")
-    from shardwise.scripts.proof.verify_script import STEPS, verify_script
+    with waiting(answer, "verify: loading PyTorch") as say:
+        from shardwise.scripts.proof.verify_script import STEPS, verify_script
 
-    steps = words["steps"] or STEPS
-    with timing(not answer.as_json) as say:
-        parity = verify_script(
+        steps = words["steps"] or STEPS
+        return verify_script(
             script, arguments, plan=words["plan"], steps=None if steps == "all" else steps, epochs=words["epochs"],
             against=words["against"], nproc=words["nproc"], one=words["one"], cwd=words["cwd"], say=say,
         )  # fmt: skip
-    return parity
 
 
 def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> Any:
@@ -211,10 +208,9 @@ def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> 
     parsed = Plan.parse(words["plan"])
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check(parsed)
-    begin(answer, "verify: loading PyTorch")
-    from shardwise.proof.parity import verify as prove
+    with waiting(answer, "verify: loading PyTorch") as say:
+        from shardwise.proof.parity import verify as prove
 
-    with timing(not answer.as_json) as say:
         return prove(
             adapted, parsed, steps=_number(words["steps"], "a task") or 2, seed=words["seed"] or 0,
             shrink=words["shrink"], thorough=words["thorough"], clip_norm=words["clip_norm"], device=words["device"],
@@ -240,8 +236,8 @@ def _prove_run(answer: Answer, path: str, words: dict[str, Any], pool: Any) -> A
     values = [] if words["plan"] is None else [Given("plan", words["plan"], "--plan")]
     effective = load(path, overrides, values)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
-    begin(answer, "verify: loading PyTorch")
-    from shardwise.proof.verify_run import verify_run
+    with waiting(answer, "verify: loading PyTorch"):
+        from shardwise.proof.verify_run import verify_run
 
     return verify_run(effective, steps=_number(words["steps"], "a configuration"), pool=pool)
 

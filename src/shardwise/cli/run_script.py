@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, did_you_mean, rebuilt
 from shardwise.task_files import looked_in
 
@@ -35,7 +37,6 @@ def run(
     is shown once, last. RANK, WORLD_SIZE and the like are hidden from the script, which may branch on them to set up
     ranks of its own; --show-ranks leaves them there. On several hosts use torchrun, srun or mpirun.
     """
-    from shardwise.observe.profile_steps import FOLDER, read_steps_of_script
     from shardwise.ranks import here, launch
     from shardwise.ranks.script import cause_of, of_script, run_script, stacks_first
 
@@ -59,17 +60,11 @@ def run(
             f"run: {place.named} has started {place.world_size} ranks already: give it the script itself, without "
             "shardwise run"
         )
-    profile = None if profile_steps is None else read_steps_of_script(profile_steps)
-    if verify_first:
-        _prove(answer, script, arguments)
-    traces = Path(FOLDER, "rank0.json")
-    before = _written(traces)
     ranks = nproc or _devices()
     answer.fields.update(world_size=ranks)
-    begin(answer, f"run: starting {ranks} ranks")
-    if answer.unfinished:  # a line of its own: from here on the script writes
-        click.echo(err=True)
-        answer.unfinished = False
+    check_profile = _profiled(profile_steps, path) if profile_steps is not None else None
+    if verify_first:
+        _prove(answer, script, arguments)
     if behind := [
         word
         for word in arguments
@@ -79,7 +74,12 @@ def run(
             f"run: {behind[0]} stands behind {path.name} and is the script's; run's own stand before it", err=True
         )
     try:
-        launch(run_script, ranks, (script, arguments, show_ranks, profile_steps), name=script)
+        with ExitStack() as stack:
+            stack.enter_context(waiting(answer, f"run: starting {ranks} ranks"))
+            launch(
+                run_script, ranks, (script, arguments, show_ranks, profile_steps), name=script,
+                on_event=lambda event: stack.close(),  # from here on the script writes
+            )  # fmt: skip
     except ShardwiseError as error:
         trace = getattr(error, "remote_traceback", "")
         if not trace:
@@ -91,11 +91,25 @@ def run(
             click.echo(shown, err=True)
         failed = rebuilt(type(error), f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace)}")
         raise failed from None
-    if profile is not None and _written(traces) == before:
-        raise RunError(
-            f"run: nothing was profiled: {path.name} took fewer than {profile.stop} optimizer steps with what prepare "
-            "returns"
-        )
+    if check_profile is not None:
+        check_profile()
+
+
+def _profiled(steps: str, script: Path) -> Callable[[], None]:
+    """Returns what raises, after the script's run, where these steps were not profiled."""
+    from shardwise.observe.profile_steps import FOLDER, read_steps_of_script
+
+    traces, stop = Path(FOLDER, "rank0.json"), read_steps_of_script(steps).stop
+    before = _written(traces)
+
+    def check() -> None:
+        if _written(traces) == before:
+            raise RunError(
+                f"run: nothing was profiled: {script.name} took fewer than {stop} optimizer steps with what prepare "
+                "returns"
+            )
+
+    return check
 
 
 def _written(path: Path) -> float:
@@ -105,10 +119,10 @@ def _written(path: Path) -> float:
 
 def _prove(answer: Answer, script: str, arguments: tuple[str, ...]) -> None:
     """Prove the script under its own plan; raises where it is not equal to one process."""
-    begin(answer, "run: proving the script first")
-    from shardwise.scripts.proof.verify_script import verify_script
+    with waiting(answer, "run: proving the script first") as say:
+        from shardwise.scripts.proof.verify_script import verify_script
 
-    parity = verify_script(script, arguments)
+        parity = verify_script(script, arguments, say=say)
     if parity.refused:
         raise RefusedPlan(parity.refused)
     click.echo(parity.text(), err=True)

@@ -6,7 +6,7 @@ import click
 
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common, given_plan, output_file, write
-from shardwise.cli.waiting import begin
+from shardwise.cli.waiting import waiting
 
 MOST_CELLS = 100_000  # of a table that is printed
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
@@ -82,11 +82,11 @@ def tp(answer: Answer, task: str, plan: str) -> None:
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check(parsed)
-    begin(answer, "show tp: loading PyTorch")
-    from shardwise.engine.tensor_cuts import describe
-    from shardwise.task_names import resolve_task
+    with waiting(answer, "show tp: loading PyTorch"):
+        from shardwise.engine.tensor_cuts import describe
+        from shardwise.task_names import resolve_task
 
-    rows, totals = describe(resolve_task(task), parsed)
+        rows, totals = describe(resolve_task(task), parsed)
     answer.fields.update(rows=rows, totals=totals)
     answer.text = cuts_table(parsed.tp, rows, totals)
 

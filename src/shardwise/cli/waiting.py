@@ -1,21 +1,22 @@
-"""Say on a terminal what a command is about to do, before anything that takes long is imported."""
+"""Say what a command is about to do, before anything that takes long is imported, and that it goes on."""
 
 from __future__ import annotations
 
 import gc
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardwise.cli.answer import Answer
-from shardwise.progress import sayer
+from shardwise.progress import Say, timing
 
 # New objects after which Python looks for garbage. What is imported is none, and at 700, Python's own figure, looking
 # for it is a sixth of the time that imports of torch and transformers take
 OBJECTS = 10_000
 
 
-def begin(answer: Answer, text: str) -> None:
-    """Say so on a terminal; a log has no need of it. The next line, or the answer, takes its place."""
+@contextmanager
+def waiting(answer: Answer, text: str) -> Iterator[Say]:
+    """Context: as `timing` of a command, whose first part is `text`: import what takes long inside of it."""
     gc.set_threshold(OBJECTS)
-    if sys.stderr.isatty():
-        sayer(not answer.as_json)(text)
-        answer.unfinished = True
+    with timing(not answer.as_json, text) as say:
+        yield say

@@ -18,7 +18,7 @@ from shardwise.config import plans
 from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, is_folder, without_effect
 from shardwise.config.sources import Given, from_file, from_overrides, from_table, located, problem
 from shardwise.errors import InputError, did_you_mean, nearest
-from shardwise.layout.other_words import key_of
+from shardwise.layout.other_words import as_ours, key_of
 from shardwise.layout.plan import Plan
 from shardwise.task_files import which_task
 
@@ -239,7 +239,7 @@ def _nearest(key: str, value: Any) -> str:
     if (joined := f"{key}_{inner}".replace(".", "_")) in by_leaf:
         return f"; did you mean '{by_leaf[joined]}'?"
     if (other := key_of(leaf)) is not None:
-        return f"; that is {other} here" if "no key" not in other else f": {other}"
+        return as_ours(other)
     if table and leaf in TOP:
         return f"; it stands below [{table}]: put it above the first section"
     siblings = [name for name, full in by_leaf.items() if full.rpartition(".")[0] == table]

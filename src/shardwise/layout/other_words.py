@@ -37,15 +37,18 @@ OURS_OF = {
     ("store_param_remainders", "main_params_dtype", "bf16_master_weights"): "masters=split, beside precision=bf16",
     ("activation_offloading", "offload_activations", "activation_offload", "cpu_checkpointing"):
         "offload=activations, or offload=activations:disk",
-    ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus"): _RANKS,
+    ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus", "num_processes", "num_machines", "local_rank"):
+        _RANKS,
     ("batch_size", "micro_batch_size", "global_batch"):
         "no key: the batch is the task's, or train.batch_samples; accumulate=N divides it",
     ("sbatch", "slurm", "srun", "qsub", "kubernetes", "kubeflow", "ray", "skypilot", "rdzv_endpoint", "hostfile"):
         _LAUNCHERS,
+    ("docker", "container", "podman", "singularity", "apptainer"):
+        "no key: start torchrun in each container, as docker run --shm-size=1g (docs/questions.md)",
     ("ds_config", "deepspeed_config", "accelerate_config"): "no key: shardwise plan --from FILE",
     ("wandb", "tensorboard", "mlflow"): "no key: train.sinks in a configuration; in a script its own lines on rank 0",
-    ("lora", "peft", "adapters"): "no key of a plan: [lora] of a configuration, --set lora.rank=16",
-    ("qlora",): "[lora] over a base in precision=bf16; a base of 4 bits is not built",
+    ("lora", "peft", "adapters"): "no key: [lora] of a configuration, --set lora.rank=16",
+    ("qlora",): "no key: [lora] over a base in precision=bf16; a base of 4 bits is not built",
 }  # fmt: skip
 
 
@@ -93,7 +96,17 @@ def key_of(word: str) -> str | None:
     """Returns the key of a configuration that another tool's word stands for, maybe with a remark; None for others."""
     ours = _of(KEY_OF, word)
     plan = None if ours else _of(OURS_OF, word)
-    return ours or (f"plan.{plan}" if plan and "=" in plan else plan)
+    return ours or (f"plan.{plan}" if plan and is_key(plan) else plan)
+
+
+def is_key(ours: str) -> bool:
+    """Returns whether `ours_of` or `key_of` gave keys, and not what stands in their place."""
+    return not ours.startswith("no key") and ours != _RANKS
+
+
+def as_ours(ours: str) -> str:
+    """Returns the end of a message on another tool's word, of what `ours_of` or `key_of` gave for it."""
+    return f"; that is {ours} here" if is_key(ours) else f"; here {ours.removeprefix('no key: ')}"
 
 
 def ours_of(word: str, value: str = "") -> str | None:

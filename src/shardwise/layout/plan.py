@@ -20,7 +20,7 @@ from shardwise.errors import InputError, at_home, did_you_mean, no_keyboard
 from shardwise.layout import keys
 from shardwise.layout.keys import key, keys_with
 from shardwise.layout.offload import canonical, placements
-from shardwise.layout.other_words import ours_of
+from shardwise.layout.other_words import as_ours, ours_of
 from shardwise.layout.precisions import PRECISIONS, TORCH
 from shardwise.layout.schedule_kinds import KINDS
 from shardwise.layout.zero_stages import STAGES, UNSHARDED, ZeroStage, default_stage
@@ -413,7 +413,7 @@ def no_pair(part: str, text: str) -> str:
     elif ":" in part:
         advice = f"; write {part.replace(':', '=')}"
     elif (ours := ours_of(part)) is not None:
-        advice = f"; that is {ours} here" if "=" in ours else f": {ours}"
+        advice = as_ours(ours)
     return f"expected key=value, got {part!r} in {text!r}{advice}"
 
 
@@ -423,6 +423,6 @@ def nearest_key(word: str, value: str = "") -> str:
     if key is not None and value.lower() in ("true", "1"):
         return f"; write {key}={word}"
     if (ours := ours_of(word, value)) is not None:
-        return f"; that is {ours} here" if "=" in ours else f": {ours}"
+        return as_ours(ours)
     names = [field.name for field in fields(Plan)]
     return did_you_mean(word.lower(), sorted(names)) or f" (known: {', '.join(names)})"

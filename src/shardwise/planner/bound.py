@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import Software
+from shardwise.costs.units import seconds_text
 from shardwise.layout.precisions import PRECISIONS
-from shardwise.planner.units import seconds_text
 from shardwise.simulator.counted import Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.parts import GAPS

@@ -12,12 +12,13 @@ from shardwise.adapters import with_lora
 from shardwise.cluster import Cluster
 from shardwise.config import BUILTINS
 from shardwise.config.schema import LoraSection
+from shardwise.costs import units
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan, check
-from shardwise.planner import decoders, units
+from shardwise.planner import decoders
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.proposal_text import Search
 from shardwise.planner.propose import search

@@ -9,9 +9,9 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.layout import Plan
 from shardwise.layout.rules import applying
-from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
 
 MOST_LOST = 16  # lines

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.offload import canonical
@@ -23,7 +24,6 @@ from shardwise.planner.candidates import Constraints, axes, family, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking, senseless
 from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
 from shardwise.planner.subject import Subject, counts_that_do, first_devices
-from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 
@@ -93,12 +93,12 @@ def search(
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
+        further = "; a search goes further with --max-tp, --max-pp, --max-cp and --fix" if subject.unsearched else ""
         raise InputError(
             f"no plan fits of {looked.considered:,} that were looked at: the nearest, {plan_of(layout, precision)}, "
-            f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device: {_kept_free(cluster, constraints)}. "
+            f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device, of whose memory "
+            f"{constraints.headroom:.0%} is kept free{further}{_by_adapters(subject, layout, needed)}. "
             + (fewer or "Use more devices, or a smaller batch or sequence")
-            + _by_adapters(subject, layout, needed)
-            + (f". {subject.unsearched}" if subject.unsearched else "")
         )
     result = _ranked(subject, looked, precision, capacity, say)
     result.capacity, result.considered, result.fitted = capacity, looked.considered, len(looked.fits)

@@ -8,12 +8,12 @@ from itertools import islice
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.errors import ShardwiseError
 from shardwise.layout.plan import DEGREES, Plan
 from shardwise.planner.candidates import Constraints, micro_batches, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking
 from shardwise.planner.subject import Reading, Subject
-from shardwise.planner.units import bytes_text, seconds_text
 
 DRAWN = 1.1  # times as long with draws of one process, from which that is told
 WITHIN = 1.03  # plans this close count as equal

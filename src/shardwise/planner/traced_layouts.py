@@ -11,6 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.software import Software
+from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.engine.find_positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -31,7 +32,6 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.subject import Subject
 from shardwise.planner.traced_task import Traced, degrees_text
-from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.progress import Say, silent
 from shardwise.random import Randomness
 from shardwise.simulator.cut import HALOS

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster
+from shardwise.costs.units import duration, seconds_text, tokens
 from shardwise.errors import InputError
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.proposal_text import Proposal, Search
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject, first_devices
-from shardwise.planner.units import duration, seconds_text, tokens
 
 # From the command to the first step: one process imports, builds and compiles; many also meet each other (assumed)
 ALONE_S, MEET_S, EACH_S = 30.0, 30.0, 0.01

@@ -30,6 +30,7 @@ PRELOAD = [
     "shardwise.ranks.worker",
 ]
 START_LIMIT_S = 120.0
+TIDIED = "ignore:resource_tracker:UserWarning"
 SMALLER = (
     "start a large plan on its own hosts (torchrun, srun, mpirun), prove it in small with `verify --shrink`, or take a "
     "smaller plan here"
@@ -159,11 +160,17 @@ class RankProcess:
 def _start_fork_server() -> None:
     """Start the process that forks ranks, where there is none yet; it and they leave Ctrl-C to this one.
 
+    It leaves SIGTERM to this process too: with it would go what is known of the ranks, and `timeout` sends it to all.
     The mask is inherited. Python's fork server ignores the signal only after it has imported what ranks share. The
-    tracker of resources is started first, since that lets the signal through again.
+    tracker of resources is started first, since that lets the signal through again. It removes what ranks that are
+    ended leave behind (semaphores of a loader's workers); its warning of them would stand below the message on a cause.
     """
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.warnoptions.append(TIDIED)  # which are its words at its start
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(TIDIED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         forkserver.ensure_running()
     finally:

@@ -75,6 +75,7 @@ def _settle(stacks: int, output: int, errors: int) -> None:
     unbroken_stderr()
     multiprocessing.set_start_method(None, force=True)  # a job's own processes (a loader's workers) begin as elsewhere
     threading.Thread(target=_end_with_caller, name="end-with-caller", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which the process that forked it leaves to others
     # what the fork server imported is never garbage: later collections need not walk it
     gc.freeze()
 

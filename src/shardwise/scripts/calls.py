@@ -26,6 +26,7 @@ from shardwise.parallel.batchnorm import sync_module
 from shardwise.part import whole as uncut
 from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
+from shardwise.progress import timing
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.entries import Entries
@@ -274,7 +275,8 @@ class Calls(Loop):
         if self.dealt is not None:
             samples = self.dealt.local.count if self.whole is None else self.dealt.part.total
         phase = engine.state.phase
-        with self._gate.open(), thawed(self.model, engine.state.names):
+        said = timing(self.notices.shown, "prepare: looking at samples of the first batch")
+        with said, self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
             look = look_at_model(engine, args, kwargs, samples, self._dim, check=self._check)
             phase.looked_at = False

@@ -24,6 +24,11 @@ class Notices:
         self._rank = rank
         self._said: set[str] = set()
 
+    @property
+    def shown(self) -> bool:
+        """Whether this rank prints."""
+        return self._rank == 0
+
     def say(self, notices: Iterable[str]) -> None:
         """Print, on rank 0, the notices that were not printed before."""
         for notice in notices:

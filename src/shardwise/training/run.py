@@ -19,7 +19,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError, Stopped
 from shardwise.guard.diagnose import Deadlines
 from shardwise.layout import Plan, check
 from shardwise.layout.elastic import smaller
-from shardwise.progress import line
+from shardwise.progress import timing
 from shardwise.ranks import LaunchedPlace, here
 from shardwise.ranks.attempts import remember, remembered
 from shardwise.task import Task
@@ -252,17 +252,18 @@ def _launched(job: Job) -> dict[str, Any]:
 
     config, world = job.effective.config.train, job.effective.plan.world_size
     asked = announce if config.checkpoint_every != 0 else None
-    if sys.stderr.isatty():
-        line(f"train: starting {world} ranks")
-    results: Sequence[Any] = launch(
-        train_rank,
-        world,
-        (job,),
-        log_dir=job.folder / LOGS,
-        on_stop=asked,
-        deadlines=_deadlines(config),
-        imports="shardwise.training.loop",
-    )
+    with ExitStack() as stack:
+        stack.enter_context(timing(sys.stderr.isatty(), f"train: starting {world} ranks"))
+        results: Sequence[Any] = launch(
+            train_rank,
+            world,
+            (job,),
+            log_dir=job.folder / LOGS,
+            on_event=lambda event: stack.close(),  # from here on rank 0 says what it does
+            on_stop=asked,
+            deadlines=_deadlines(config),
+            imports="shardwise.training.loop",
+        )
     return results[0]
 
 
