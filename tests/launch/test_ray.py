@@ -48,9 +48,8 @@ class Nodes:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     # others' memory is no reason to end these nodes
-    chosen = {"RAY_health_check_period_ms": "500", "RAY_memory_monitor_refresh_ms": "0"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in clean(**chosen).items():
+        for name, value in clean(RAY_memory_monitor_refresh_ms="0").items():
             patch.setenv(name, value)
         made = Nodes()
         try:
