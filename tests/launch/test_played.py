@@ -11,12 +11,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from two_hosts import Host, clean, finished
+from two_hosts import ETC, Host, clean, finished
 
 from shardwise.cli.main import call
 
@@ -102,19 +102,13 @@ def run_to_the_end(start: Callable[[], list[subprocess.Popen]], stops: list, aga
 
 
 @pytest.fixture
-def names(hosts: list[Host]) -> Iterator[list[str]]:
+def names(hosts: list[Host]) -> list[str]:
     """The pods' names, which each host resolves as a cluster's name server does."""
     pods = [f"digits-node-0-{number}.digits" for number in range(2)]
-    lines = [f"{host.address} {pod} {host.name}" for host, pod in zip(hosts, pods, strict=True)]
-    text = "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
     for host in hosts:
-        folder = Path("/etc/netns") / host.name
-        folder.mkdir(parents=True)
-        (folder / "hosts").write_text(text)
-    yield pods
-    for host in hosts:
-        (Path("/etc/netns") / host.name / "hosts").unlink()
-        (Path("/etc/netns") / host.name).rmdir()
+        with (ETC / host.name / "hosts").open("a") as table:
+            table.writelines(f"{there.address} {pod}\n" for there, pod in zip(hosts, pods, strict=True))
+    return pods
 
 
 def starts_again(job_set: dict[str, Any], codes: list[int], disrupted: int) -> bool:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from two_hosts import clean
 
 from shardwise.cli.main import call
+from shardwise.launch.agent import children
 
 ray = pytest.importorskip("ray", reason="needs Ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 from shardwise.ray import POINTER, trainer  # noqa: E402
 
-PLAN = "dp_shard=3,zero=2,deterministic=true"
+PLANS = {"dp_shard=3,zero=2,deterministic=true": 2, "dp_shard=2,zero=2,deterministic=true": None}  # fewest workers
 STEPS, EVERY = 40, 5
 WORDS = ["--steps", str(STEPS), "--set", f"train.checkpoint_every={EVERY}", "--set", "train.checkpoint_keep=2"]
 MEMORY = 80 * 2**20
@@ -39,7 +40,15 @@ class Nodes:
 
     def be(self, count: int) -> None:
         while len(self.nodes) < count:
-            self.nodes.append(self.cluster.add_node(num_cpus=1, object_store_memory=MEMORY))
+            with suppress(TimeoutError):  # of a machine that has much else to do
+                self.nodes.append(self.cluster.add_node(num_cpus=1, object_store_memory=MEMORY))
+
+    def with_ranks(self) -> list[int]:
+        """The nodes of which a worker has started a rank."""
+        return [
+            at for at, node in enumerate(self.nodes)
+            if any(children(worker) for raylet in node.all_processes["raylet"] for worker in children(raylet.process.pid))
+        ]  # fmt: skip
 
     def kill(self, at: int) -> None:
         self.cluster.remove_node(self.nodes.pop(at), allow_graceful=False)
@@ -74,15 +83,20 @@ def steps_of(folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert call(["train", "digits", "--plan", PLAN, *WORDS, "--set", f"train.out={folder}"]) == 0
-    return weights(folder)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The weights that each plan ends with."""
+    ends = {}
+    for plan in PLANS:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        assert call(["train", "digits", "--plan", plan, *WORDS, "--set", f"train.out={folder}"]) == 0
+        ends[plan] = weights(folder)
+    return ends
 
 
-def test_metrics_and_checkpoints_are_told_to_ray(nodes: Nodes, undisturbed: str, tmp_path: Path) -> None:
-    result = trainer("digits", PLAN, arguments=WORDS, out=str(tmp_path), name="told", gpus=False).fit()
-    assert weights(tmp_path / "told") == undisturbed
+def test_metrics_and_checkpoints_are_told_to_ray(nodes: Nodes, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    plan = list(PLANS)[1]
+    result = trainer("digits", plan, arguments=WORDS, out=str(tmp_path), name="told", gpus=False).fit()
+    assert weights(tmp_path / "told") == undisturbed[plan]
     assert result.metrics["step"] == STEPS - 1 and result.metrics["loss"] > 0
     [run] = (tmp_path / "told").iterdir()
     with result.checkpoint.as_directory() as folder:
@@ -92,11 +106,12 @@ def test_metrics_and_checkpoints_are_told_to_ray(nodes: Nodes, undisturbed: str,
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_killed_node_costs_no_sample(seed: int, nodes: Nodes, undisturbed: str, tmp_path: Path) -> None:
-    """One of three nodes is killed at a random step; the run goes on with two workers, or with three once one came."""
+def test_a_killed_node_costs_no_sample(seed: int, nodes: Nodes, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    """One of three nodes is killed at a random step: of three ranks two go on; of two, one goes on on the third node."""
     nodes.be(3)
     draw = random.Random(seed)
-    at, victim, comes = draw.randrange(2, STEPS - 2), draw.randrange(3), bool(seed % 2)
+    plan, fewer = list(PLANS.items())[seed % 2]
+    at = draw.randrange(2, STEPS - 2)
     killed: list[int] = []
 
     def kill() -> None:
@@ -105,19 +120,16 @@ def test_a_killed_node_costs_no_sample(seed: int, nodes: Nodes, undisturbed: str
             lines = [line for path in tmp_path.glob("run/*/metrics.jsonl") for line in path.read_text().splitlines()]
             if len(lines) >= at:
                 killed.append(len(lines))
-                nodes.kill(victim)
-                nodes.be(3 if comes else 2)
+                nodes.kill(draw.choice(nodes.with_ranks()))
                 return
             time.sleep(0.02)
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
-    fewer = None if comes else 2
-    result = trainer("digits", PLAN, arguments=WORDS, min_ranks=fewer, out=str(tmp_path), name="run", gpus=False).fit()
+    result = trainer("digits", plan, arguments=WORDS, min_ranks=fewer, out=str(tmp_path), name="run", gpus=False).fit()
     thread.join(10)
     assert killed and killed[0] < STEPS, "the node was killed in mid-run"
     assert result.error is None and result.metrics["step"] == STEPS - 1
     assert steps_of(tmp_path / "run") == list(range(STEPS))
-    assert weights(tmp_path / "run") == undisturbed
-    note = f"seed {seed}: killed after record {killed[0]}, {'another node came' if comes else 'two workers'}"
-    sys.stderr.write(f"{note}; python {os.getpid()}\n")
+    assert weights(tmp_path / "run") == undisturbed[plan]
+    sys.stderr.write(f"\nseed {seed}: killed after record {killed[0]}; {plan}, at least {fewer or 'as many'} workers\n")
