@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 import pytest
 
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.layout.grid import AXES, Grid
 from shardwise.ranks import interfaces
 from shardwise.ranks.alike import axis_notices, check_alike, clock_notices, facts_here, in_host_order
 
@@ -108,3 +110,35 @@ def no_names(asked):
         return asked(host, *args, **words)
 
     return answer
+
+
+PLANS = (
+    *("tp=2,dp_shard=2", "tp=2,dp_replicate=2", "tp=4", "tp=2,pp=2", "pp=2,dp_shard=2", "pp=4", "dp_shard=4"),
+    *("dp_replicate=2,dp_shard=2", "tp=2,pp=2,dp_shard=2", "tp=4,dp_shard=2", "cp=2,dp_shard=2", "ep=2,dp_shard=4"),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dealt", ["block", "cyclic", "shuffled"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_lie_as_planned_or_it_is_told(plan: str, dealt: str, count: int) -> None:
+    """Ranks that can be numbered anew lie as planned; of those that cannot, each axis that lies otherwise is told."""
+    parsed = Plan.parse(plan)
+    world = parsed.world_size
+    hosts = [f"host{rank * count // world}" for rank in range(world)]
+    if dealt == "cyclic":
+        hosts = [f"host{rank % count}" for rank in range(world)]
+    elif dealt == "shuffled":
+        random.Random(plan).shuffle(hosts)
+    numbers = in_host_order(hosts)
+    assert sorted(numbers) == list(range(world))
+    placed = [host for _, host in sorted(zip(numbers, hosts, strict=True))]
+    assert not axis_notices(parsed, placed)
+    told = {notice.partition(":")[0] for notice in axis_notices(parsed, hosts)}
+    assert told == {axis for axis in AXES if spread(parsed, axis, hosts) > spread(parsed, axis, placed)}
+
+
+def spread(plan: Plan, axis: str, hosts: list[str]) -> int:
+    """The most hosts on which the ranks of a group of this axis lie."""
+    grid = Grid(plan)
+    return max(len({hosts[other] for other in grid.group(rank, (axis,))}) for rank in range(len(hosts)))
