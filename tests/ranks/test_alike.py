@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 
 import pytest
 
@@ -142,3 +143,44 @@ def spread(plan: Plan, axis: str, hosts: list[str]) -> int:
     """The most hosts on which the ranks of a group of this axis lie."""
     grid = Grid(plan)
     return max(len({hosts[other] for other in grid.group(rank, (axis,))}) for rank in range(len(hosts)))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "route", "words"),
+    [
+        ("lo", "10.0.0.7", "where lo is the host itself"),
+        ("ib7", "10.0.0.7", "which has lo, eth0"),
+        ("eth0", "10.0.0.7", ""),
+        ("eth0,lo", "10.0.0.7", "where lo is the host itself"),
+        ("lo", "127.0.0.1", ""),  # all ranks are on this host
+        ("lo", None, ""),
+        ("", "10.0.0.7", ""),
+    ],
+)
+def test_an_interface_that_reaches_no_other_host_is_told(
+    chosen: str, route: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(interfaces.CHOSEN, chosen)
+    monkeypatch.setattr(interfaces, "route_to", lambda host: route)
+    own = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("lo", "::1"), ("eth0", "fe80::1")]
+    monkeypatch.setattr(interfaces, "addresses", lambda: own)
+    told = interfaces.unreachable("first")
+    assert words in told and bool(words) == bool(told)
+
+
+def test_all_ranks_hear_of_an_interface_of_one() -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    with pytest.raises(InputError, match="rank 1: x=lo: other hosts do not reach it"):
+        interfaces.agree(store, 1, 2, "x=lo", time.monotonic() + 5)
+    with pytest.raises(InputError, match="rank 1: x=lo"):
+        interfaces.agree(store, 0, 2, "", time.monotonic() + 5)
+    interfaces.agree(dist.HashStore(), 0, 1, "", time.monotonic() + 5)
+
+
+def test_interfaces_have_addresses_of_both_kinds() -> None:
+    assert ("lo", "127.0.0.1") in interfaces.addresses()
+    if ("lo", "::1") in interfaces.addresses():
+        assert interfaces.interface_of("::1") == interfaces.interface_of("0:0:0:0:0:0:0:1") == "lo"
+    assert interfaces.interface_of("2001:db8::7") is None
