@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -181,6 +182,8 @@ def test_all_ranks_hear_of_an_interface_of_one() -> None:
 
 def test_interfaces_have_addresses_of_both_kinds() -> None:
     assert ("lo", "127.0.0.1") in interfaces.addresses()
-    if ("lo", "::1") in interfaces.addresses():
+    table = Path("/proc/net/if_inet6")
+    if table.exists() and f"{1:032x}" in table.read_text():  # this host has IPv6
+        assert ("lo", "::1") in interfaces.addresses()
         assert interfaces.interface_of("::1") == interfaces.interface_of("0:0:0:0:0:0:0:1") == "lo"
     assert interfaces.interface_of("2001:db8::7") is None
