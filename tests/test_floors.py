@@ -33,7 +33,7 @@ FLOORS = {
     "look": 5, "engine": 5,
     "simulator": 6, "rehearsal": 6, "planner": 6, "measure": 6,
     "data": 7, "observe": 7, "checkpoint": 7, "training": 7, "proof": 7, "launch": 7,
-    "cli": 8, "testing": 8, "scripts": 8, "hf": 8,
+    "cli": 8, "testing": 8, "scripts": 8, "hf": 8, "ray": 8,
 }  # fmt: skip
 
 # imports within one floor, each with its reason

@@ -18,6 +18,7 @@ from shardwise.ranks import launchers
 NAMES = {name for family in launchers.LAUNCHERS for name in (*family.numbers, *family.job)}
 NAMES |= {*launchers.TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"}
 BIN = Path(sys.executable).parent
+ETC = Path("/etc/netns")  # of files that a namespace has in place of those in /etc
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,15 @@ class NoHosts(Exception):
 
 
 @contextmanager
-def linked(rate: str | None = None) -> Iterator[list[Host]]:
-    """Context with two hosts and a link between them, of `rate` each way ("100mbit") where it is given."""
+def linked(rate: str | None = None, network: str = "10.78.0.{}/24", *, named: bool = True) -> Iterator[list[Host]]:
+    """Context with two hosts and a link between them, of `rate` each way ("100mbit") where it is given.
+
+    named   each knows the other's name and its own; else nobody knows any, and looking one up takes long
+    """
     if shutil.which("ip") is None or os.geteuid() != 0:
         raise NoHosts("needs root and ip, to make two hosts of this one")
-    made = [Host(f"sl{os.getpid()}{end}", f"10.78.0.{at}") for at, end in enumerate("ab", 1)]
+    address, _, bits = network.partition("/")
+    made = [Host(f"sl{os.getpid()}{end}", address.format(at)) for at, end in enumerate("ab", 1)]
     one, two = (host.name for host in made)
     lines = [
         f"ip netns add {one}",
@@ -61,11 +66,17 @@ def linked(rate: str | None = None) -> Iterator[list[Host]]:
         f"ip link add {one} netns {one} type veth peer {two} netns {two}",
     ]
     for host in made:
-        lines += [f"ip -n {host.name} addr add {host.address}/24 dev {host.name}", f"ip -n {host.name} link set lo up",
-                  f"ip -n {host.name} link set {host.name} up"]  # fmt: skip
+        once = " nodad" * (":" in host.address)  # an IPv6 address is usable at once
+        lines += [
+            f"ip -n {host.name} addr add {host.address}/{bits} dev {host.name}{once}",
+            f"ip -n {host.name} link set lo up",
+            f"ip -n {host.name} link set {host.name} up",
+        ]
         if rate is not None:
             lines += [f"tc -n {host.name} qdisc add dev {host.name} root tbf rate {rate} burst 128kb latency 300ms"]
     try:
+        if named:
+            _let_names_be_known(made)
         for line in lines:
             ran = subprocess.run(line.split(), capture_output=True, text=True, timeout=30)
             if ran.returncode != 0:
@@ -74,6 +85,15 @@ def linked(rate: str | None = None) -> Iterator[list[Host]]:
     finally:
         for host in made:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, timeout=30)
+            shutil.rmtree(ETC / host.name, ignore_errors=True)
+
+
+def _let_names_be_known(hosts: list[Host]) -> None:
+    """Give each host a table of names, with which `ip netns exec` covers /etc/hosts there."""
+    text = "\n".join(["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)]) + "\n"
+    for host in hosts:
+        (ETC / host.name).mkdir(parents=True)
+        (ETC / host.name / "hosts").write_text(text)
 
 
 @pytest.fixture(scope="session")

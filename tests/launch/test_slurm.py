@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -124,6 +125,28 @@ def test_a_job_that_is_stopped_and_requeued_has_the_bits_of_one_that_is_not(slur
     subprocess.run(["srun", "-N2", "--ntasks-per-node=1", *["shardwise", "train", "digits", "--plan"], PLAN, "--steps",
                     str(STEPS)], cwd=whole, env=slurm, check=True, timeout=150, capture_output=True)  # fmt: skip
     assert weights(stopped) == weights(whole)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(800)
+def test_a_job_that_nears_its_time_limit_saves_and_goes_on(slurm, tmp_path: Path) -> None:
+    """Of five minutes the last two are kept for saving, so Slurm itself asks after two or three."""
+    command = ["shardwise", "launch", "--plan", PLAN, "--nodes", "2", "--cpu", "--on", "slurm", "--setup", ":",
+               "--time", "5m", "--yes", "digits", "--", "--steps", "1000000"]  # fmt: skip
+    subprocess.run(command, cwd=tmp_path, env=slurm, check=True, timeout=60, capture_output=True)
+    job = asked(slurm, "squeue", "-h", "-o", "%A", "-n", "digits").split()[0]
+    assert came(lambda: records(tmp_path) > 0, 150)
+    assert came(lambda: "PENDING" in asked(slurm, "squeue", "-h", "-j", job, "-o", "%T"), 260)
+    [run] = tmp_path.glob("runs/digits/*")
+    saved = json.loads((run / "stopped.json").read_text())["step"]
+    assert came(lambda: not subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm,
+                                           capture_output=True, timeout=60).returncode, 60)  # fmt: skip
+    assert came(lambda: records(tmp_path) > saved + 2, 150)
+    assert "Restarts=1" in asked(slurm, "scontrol", "show", "job", job)
+    subprocess.run(["scancel", job], env=slurm, check=True, timeout=60)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    assert steps == list(range(len(steps))) and [run] == list(tmp_path.glob("runs/digits/*"))
 
 
 def test_a_job_is_asked_for_followed_and_ended(slurm, tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.layout.grid import AXES, Grid
 from shardwise.ranks import interfaces
 from shardwise.ranks.alike import axis_notices, check_alike, clock_notices, facts_here, in_host_order
 
@@ -108,3 +112,78 @@ def no_names(asked):
         return asked(host, *args, **words)
 
     return answer
+
+
+PLANS = (
+    *("tp=2,dp_shard=2", "tp=2,dp_replicate=2", "tp=4", "tp=2,pp=2", "pp=2,dp_shard=2", "pp=4", "dp_shard=4"),
+    *("dp_replicate=2,dp_shard=2", "tp=2,pp=2,dp_shard=2", "tp=4,dp_shard=2", "cp=2,dp_shard=2", "ep=2,dp_shard=4"),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dealt", ["block", "cyclic", "shuffled"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_lie_as_planned_or_it_is_told(plan: str, dealt: str, count: int) -> None:
+    """Ranks that can be numbered anew lie as planned; of those that cannot, each axis that lies otherwise is told."""
+    parsed = Plan.parse(plan)
+    world = parsed.world_size
+    hosts = [f"host{rank * count // world}" for rank in range(world)]
+    if dealt == "cyclic":
+        hosts = [f"host{rank % count}" for rank in range(world)]
+    elif dealt == "shuffled":
+        random.Random(plan).shuffle(hosts)
+    numbers = in_host_order(hosts)
+    assert sorted(numbers) == list(range(world))
+    placed = [host for _, host in sorted(zip(numbers, hosts, strict=True))]
+    assert not axis_notices(parsed, placed)
+    told = {notice.partition(":")[0] for notice in axis_notices(parsed, hosts)}
+    assert told == {axis for axis in AXES if spread(parsed, axis, hosts) > spread(parsed, axis, placed)}
+
+
+def spread(plan: Plan, axis: str, hosts: list[str]) -> int:
+    """The most hosts on which the ranks of a group of this axis lie."""
+    grid = Grid(plan)
+    return max(len({hosts[other] for other in grid.group(rank, (axis,))}) for rank in range(len(hosts)))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "route", "words"),
+    [
+        ("lo", "10.0.0.7", "where lo is the host itself"),
+        ("ib7", "10.0.0.7", "which has lo, eth0"),
+        ("eth0", "10.0.0.7", ""),
+        ("eth0,lo", "10.0.0.7", "where lo is the host itself"),
+        ("lo", "127.0.0.1", ""),  # all ranks are on this host
+        ("lo", None, ""),
+        ("", "10.0.0.7", ""),
+    ],
+)
+def test_an_interface_that_reaches_no_other_host_is_told(
+    chosen: str, route: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(interfaces.CHOSEN, chosen)
+    monkeypatch.setattr(interfaces, "route_to", lambda host: route)
+    own = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("lo", "::1"), ("eth0", "fe80::1")]
+    monkeypatch.setattr(interfaces, "addresses", lambda: own)
+    told = interfaces.unreachable("first")
+    assert words in told and bool(words) == bool(told)
+
+
+def test_all_ranks_hear_of_an_interface_of_one() -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    with pytest.raises(InputError, match="rank 1: x=lo: other hosts do not reach it"):
+        interfaces.agree(store, 1, 2, "x=lo", time.monotonic() + 5)
+    with pytest.raises(InputError, match="rank 1: x=lo"):
+        interfaces.agree(store, 0, 2, "", time.monotonic() + 5)
+    interfaces.agree(dist.HashStore(), 0, 1, "", time.monotonic() + 5)
+
+
+def test_interfaces_have_addresses_of_both_kinds() -> None:
+    assert ("lo", "127.0.0.1") in interfaces.addresses()
+    table = Path("/proc/net/if_inet6")
+    if table.exists() and f"{1:032x}" in table.read_text():  # this host has IPv6
+        assert ("lo", "::1") in interfaces.addresses()
+        assert interfaces.interface_of("::1") == interfaces.interface_of("0:0:0:0:0:0:0:1") == "lo"
+    assert interfaces.interface_of("2001:db8::7") is None

@@ -15,6 +15,7 @@ from shardwise.data.fields import FieldSource
 from shardwise.data.jsonl import JsonlSource
 from shardwise.data.loader import Loader
 from shardwise.data.order import Order
+from shardwise.data.ray_rows import RaySource
 from shardwise.data.tokenized import tokenized
 from shardwise.data.tokens import TokenSource
 from shardwise.dataset import as_source
@@ -33,6 +34,7 @@ __all__ = [
     "JsonlSource",
     "Loader",
     "Order",
+    "RaySource",
     "TileSource",
     "TokenSource",
     "as_source",

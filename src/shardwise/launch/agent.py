@@ -18,18 +18,21 @@ from typing import Any
 from shardwise.errors import Stopped
 
 LEFT_TO_TORCHRUN = "SIGINT,SIGHUP,SIGQUIT"
+ASKED = (signal.SIGTERM, signal.SIGUSR1)
 FAILED = 1
 
 
 def main(words: list[str]) -> int:
     """Run torchrun with these words; returns 0, 75 where all ranks that failed stopped and saved, else 1.
 
-    A rank that had not begun dies of the signal itself, and has nothing to save.
+    A rank that had not begun dies of the signal itself, and has nothing to save; nor has this host before its ranks.
     """
+    for number in ASKED:
+        signal.signal(number, _nothing_to_save)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in ASKED:
         signal.signal(number, _ask_ranks)
     try:
         torchrun(["--signals-to-handle", LEFT_TO_TORCHRUN, *words])
@@ -37,6 +40,10 @@ def main(words: list[str]) -> int:
         codes = {failure.exitcode for failure in error.failures.values()}
         return Stopped.exit_code if codes <= {Stopped.exit_code, -signal.SIGUSR1} else FAILED
     return 0
+
+
+def _nothing_to_save(number: int, frame: Any) -> None:
+    os._exit(Stopped.exit_code)  # torch may be half imported
 
 
 def _ask_ranks(number: int, frame: Any) -> None:

@@ -11,10 +11,17 @@ import os
 import socket
 import struct
 import sys
+import time
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError
 
 CHOSEN = "GLOO_SOCKET_IFNAME"
+_POLL_S = 0.02
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux' sockios.h
+_IPV6_TABLE = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
 
 
 def talk_over_reachable(first_host: str) -> None:
@@ -30,13 +37,46 @@ def talk_over_reachable(first_host: str) -> None:
         os.environ[CHOSEN] = name
 
 
+def unreachable(first_host: str) -> str:
+    """Returns why the interface that the user chose reaches no other host, as text; "" where it may, or none is."""
+    chosen, route = os.environ.get(CHOSEN), route_to(first_host)
+    if not chosen or sys.platform != "linux" or route is None or _is_loopback(route):
+        return ""
+    own: dict[str, list[str]] = {}
+    for name, address in addresses():
+        own.setdefault(name, []).append(address)
+    for name in chosen.split(","):
+        if name not in own:
+            return f"{CHOSEN}={chosen} on {socket.gethostname()}, which has {', '.join(own)}"
+        if all(map(_is_loopback, own[name])):
+            return f"{CHOSEN}={chosen} on {socket.gethostname()}, where {name} is the host itself"
+    return ""
+
+
+def agree(store: Any, rank: int, world: int, problem: str, until: float) -> None:
+    """Raise `InputError` on all ranks where any has a problem with its interface. Collective over the store."""
+    if problem:
+        store.set("interfaces/problem", f"rank {rank}: {problem}")
+    came = store.add("interfaces/came", 1)
+    while came < world and time.monotonic() < until and not store.check(["interfaces/problem"]):
+        time.sleep(_POLL_S)
+        came = store.add("interfaces/came", 0)
+    if store.check(["interfaces/problem"]):
+        told = store.get("interfaces/problem").decode()
+        raise InputError(f"{told}: other hosts do not reach it. Unset it, or give the interface of the hosts' network")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
 def _name_is_reachable() -> bool:
     """Whether this host's name resolves to an address that other hosts can use."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
         return False
-    return bool(found) and not any(address.startswith("127.") or address == "::1" for address in found)
+    return bool(found) and not any(map(_is_loopback, found))
 
 
 def route_to(host: str) -> str | None:
@@ -50,14 +90,25 @@ def route_to(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface with this IPv4 address, else None."""
+    """Returns the name of the interface with this IPv4 or IPv6 address, else None."""
+    if ":" in address:
+        address = socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, address.partition("%")[0]))
+    return next((name for name, own in addresses() if own == address), None)
+
+
+def addresses() -> list[tuple[str, str]]:
+    """Returns (name of an interface, address) of each address of this host, on Linux: IPv4, then IPv6."""
     import fcntl
 
+    rows = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # one without an IPv4 address
                 asked = struct.pack("256s", name.encode()[:15])
                 reply = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, asked)
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return None
+                rows.append((name, socket.inet_ntoa(reply[20:24])))
+    with suppress(FileNotFoundError):  # a kernel without IPv6
+        for line in _IPV6_TABLE.read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            rows.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return rows

@@ -16,7 +16,7 @@ from shardwise.guard import points
 from shardwise.guard.diagnose import Deadlines
 from shardwise.ranks import attempts
 from shardwise.ranks.allocation import keep_freed_memory
-from shardwise.ranks.interfaces import talk_over_reachable
+from shardwise.ranks.interfaces import agree, talk_over_reachable, unreachable
 from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.lost import greet
 from shardwise.ranks.meet import MEET_S, await_listener, meet
@@ -62,11 +62,13 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
         _be_alone(options)
     elif place.launcher == "torchrun" and attempts.has_agent():  # which holds the store, and sets threads
         local_rank = place.rank if place.local_rank is None else place.local_rank
-        await_listener(place, time.monotonic() + meet_s)
-        if place.master is not None:
-            talk_over_reachable(place.master[0])
+        until = time.monotonic() + meet_s
+        await_listener(place, until)
         agent = attempts.agent_store(place.rank, place.world_size)
         store = attempts.fresh(agent, place.rank, place.world_size, meet_s)
+        if place.master is not None:
+            talk_over_reachable(place.master[0])
+            agree(store, place.rank, place.world_size, unreachable(place.master[0]), until)
         options |= {"rank": place.rank, "world_size": place.world_size, "store": store}
         dist.init_process_group(_backend(local_rank), **options)
     else:
@@ -84,6 +86,7 @@ def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
         _stay_home()
     else:
         talk_over_reachable(met.first_host)
+        agree(met.store, met.rank, place.world_size, unreachable(met.first_host), time.monotonic() + meet_s)
     store = dist.PrefixStore("group", met.store)
     options |= {"store": store, "rank": met.rank, "world_size": place.world_size}
     dist.init_process_group(_backend(met.local_rank), **options)

@@ -22,6 +22,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import tempfile
 import time
 import zlib
@@ -35,6 +36,7 @@ from typing import Any
 from shardwise.errors import InputError, RunError, first_line
 from shardwise.ranks import pmi
 from shardwise.ranks.alike import in_host_order
+from shardwise.ranks.interfaces import addresses, route_to
 from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.mpi import world_communicator
 
@@ -42,6 +44,7 @@ MEET_S = 300.0  # ranks of a large job start minutes apart
 _POLL_S = 0.05
 _CONNECT_S = 5.0
 _STORE_S = 60.0
+OUTSIDE = ("192.0.2.1", "2001:db8::1")  # documentation's own networks, to which nothing is sent
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def _listen(place: LaunchedPlace, until: float) -> tuple[Any, Address]:
     """Returns (rank 0's store on a free port, its address): on loopback where all are on this host, else anywhere."""
     import torch.distributed as dist
 
-    listener = socket.create_server(("127.0.0.1" if place.one_host else "0.0.0.0", 0), backlog=1024)
+    listener = _listener("127.0.0.1" if place.one_host else "")
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         "127.0.0.1", port, None, True, timeout=_left(until), wait_for_workers=False, master_listen_fd=listener.detach()
@@ -167,18 +170,25 @@ def _listen(place: LaunchedPlace, until: float) -> tuple[Any, Address]:
     return store, address
 
 
+def _listener(address: str) -> socket.socket:
+    """Returns a socket that listens on a free port, at one IPv4 address or, for "", at all of both kinds."""
+    if not address and socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server((address, 0), backlog=1024)
+
+
 def _own_addresses() -> tuple[str, ...]:
-    """Returns how other hosts may reach this one: its default route's number, those behind its name, the name.
+    """Returns how other hosts may reach this one: its default routes' numbers, its other ones, its name.
 
     Numbers come first: where names are not resolved, asking takes longer than trying.
     """
-    hosts: list[str] = []
-    with suppress(OSError):  # a host that does not know its own name
-        hosts += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no route out of this host
-        probe.connect(("192.0.2.1", 9))  # documentation's own network: nothing is sent
-        hosts.insert(0, probe.getsockname()[0])
-    far = [host for host in hosts if not host.startswith("127.")]
+    hosts = [address for far in OUTSIDE if (address := route_to(far)) is not None]
+    if sys.platform == "linux":
+        hosts += [address for _, address in addresses()]
+    else:
+        with suppress(OSError):  # a host that does not know its own name
+            hosts += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
+    far = [host for host in hosts if not host.startswith(("127.", "fe80:")) and host != "::1"]
     return tuple(dict.fromkeys([*far, socket.gethostname(), "127.0.0.1"]))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ from shardwise.host import put
 from shardwise.look.samples import read_samples
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
+from shardwise.observe.engine_sinks import engine_sinks
 from shardwise.observe.peak_memory import imbalance, memory_of
 from shardwise.observe.profile import StepProfile
 from shardwise.observe.profile_steps import read_steps
@@ -49,7 +51,7 @@ from shardwise.training.job import Job
 from shardwise.training.keeping import BEST, Keeper
 from shardwise.training.rank_parts import batches_of, engine_of, loader_of
 from shardwise.training.replay import judging
-from shardwise.training.resume import trim_metrics
+from shardwise.training.resume import home_of, trim_metrics
 from shardwise.training.writing import written_text
 
 WEIGHTS = "model.safetensors"
@@ -123,6 +125,7 @@ class _Rank:
             trim_metrics(job.folder / "metrics.jsonl", self.first)
             write_inputs(job.folder, job.effective, str(engine.device))
             sinks = open_sinks(list(config.sinks), job.folder, {"plan": str(plan), "task": job.name})
+            sinks += engine_sinks(os.environ, home_of(job.effective, job.folder.absolute()), job.steps)
             self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl", sinks)))
         self.display: Display | None = None
         if (engine.rank == 0 or job.launched) and job.proof is None:

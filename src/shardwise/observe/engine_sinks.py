@@ -1,0 +1,125 @@
+"""Tell the engine that runs this job how far the run is: a TrainJob's status, Ray Train's metrics.
+
+TrainJob   its controller names a server, a certificate and a token in the environment; progress, time left and metrics
+           are posted there at most every few seconds, by a thread of its own
+Ray        the worker that started this rank reads a line for each record from a pipe (`shardwise.ray`)
+
+Each is there where the engine's own variables are. What an engine does not take stops no run: it is said once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import first_line
+from shardwise.observe.sinks import Sink
+
+TRAIN_JOB = tuple(f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
+RAY_PIPE = "SHARDWISE_RAY_PIPE"  # number of the file that this rank's worker reads
+EVERY_S = 5.0  # between two posts, which the controller asks for
+ANSWER_S = 10.0
+RECENT = 20  # records that tell how long a step takes
+
+
+def engine_sinks(environ: Mapping[str, str], checkpoints: Path, steps: int) -> list[Sink]:
+    """Returns the sinks of the engine that this environment is of, for a run of `steps` steps."""
+    sinks: list[Sink] = []
+    if all(environ.get(name) for name in TRAIN_JOB):
+        sinks.append(TrainJobStatus(*(environ[name] for name in TRAIN_JOB), steps=steps))
+    if environ.get(RAY_PIPE):
+        sinks.append(RayWorker(int(environ[RAY_PIPE]), checkpoints))
+    return sinks
+
+
+class RayWorker:
+    """Sink that writes lines of JSON to the worker of this rank: where checkpoints lie, then each record."""
+
+    def __init__(self, pipe: int, checkpoints: Path) -> None:
+        self._file = os.fdopen(pipe, "w", encoding="utf-8")
+        self._say({"checkpoints": str(checkpoints)})
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._say({"step": step, **numbers})
+
+    def _say(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TrainJobStatus:
+    """Sink that posts progress in percent, seconds left and the last metrics to a TrainJob's controller."""
+
+    def __init__(self, url: str, certificate: str, token: str, *, steps: int, every_s: float = EVERY_S) -> None:
+        self._url, self._certificate, self._token = url, certificate, token
+        self._steps, self._every_s = steps, every_s
+        self._times: list[tuple[int, float]] = []
+        self._numbers: dict[str, float] = {}
+        self._news, self._closed, self._told = threading.Event(), threading.Event(), False
+        self._thread = threading.Thread(target=self._post_news, daemon=True, name="trainer-status")
+        self._thread.start()
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._times = [*self._times, (step + 1, time.monotonic())][-RECENT:]
+        self._numbers = {**self._numbers, **numbers}
+        self._news.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._news.set()
+        self._thread.join(2 * ANSWER_S)
+
+    def _post_news(self) -> None:
+        while not self._closed.is_set():
+            self._news.wait()
+            self._news.clear()
+            if self._times:
+                self._post()
+            self._closed.wait(self._every_s)
+        if self._news.is_set() and self._times:  # what came while the last wait was on
+            self._post()
+
+    def status(self) -> dict[str, Any]:
+        """Returns the status as its controller takes it."""
+        done, at = self._times[-1]
+        status: dict[str, Any] = {
+            "progressPercentage": min(100, 100 * done // self._steps),
+            "metrics": [{"name": name, "value": f"{value:.6g}"} for name, value in self._numbers.items()],
+            "lastUpdatedTime": datetime.now(UTC).isoformat(),
+        }
+        before, then = self._times[0]
+        if done > before or done >= self._steps:
+            left = (self._steps - done) * (at - then) / max(1, done - before)
+            status["estimatedRemainingSeconds"] = round(left)
+        return {"trainerStatus": status}
+
+    def _post(self) -> None:
+        try:
+            token = Path(self._token).read_text(encoding="utf-8").strip()  # it is renewed while the run goes on
+            request = urllib.request.Request(
+                self._url,
+                json.dumps(self.status()).encode(),
+                {"Content-Type": "application/json", "Authorization": f"Bearer {token}"},
+                method="POST",
+            )
+            context = ssl.create_default_context(cafile=self._certificate)
+            urllib.request.urlopen(request, timeout=ANSWER_S, context=context).close()
+        except (OSError, ValueError) as error:  # ValueError: a URL that is none
+            if not self._told:
+                sys.stderr.write(
+                    f"\nthe TrainJob's status is not told ({self._url}): {first_line(error)}; the run goes on\n"
+                )
+            self._told = True
