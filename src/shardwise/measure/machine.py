@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 import tempfile
 import time
@@ -25,6 +26,7 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -32,11 +34,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardwise.cluster import Cluster, Device, Figure, Tier
+from shardwise.cluster import Cluster, Device, Figure, Node, Tier
 from shardwise.cluster.cluster import Between
 from shardwise.cluster.tables import bus_factor
 from shardwise.comm import everybody, gather_json, refuse_shared_devices
-from shardwise.device import device_count, device_name, memory_bytes, on_host, pace_us, synchronize
+from shardwise.device import CPU, device_count, device_name, memory_bytes, on_host, pace_us, synchronize
 from shardwise.errors import InputError
 from shardwise.measure.between_nodes import between_times
 from shardwise.measure.collective_times import collective_times
@@ -46,6 +48,7 @@ from shardwise.measure.pace import Budget, Pace, over_ranks, slower
 from shardwise.progress import Say, silent
 from shardwise.ranks import LaunchedPlace, apart, here, join, launch, nodes_of
 from shardwise.ranks.launchers import own_device
+from shardwise.tiers.scratch import IN_MEMORY, file_system
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
@@ -101,6 +104,7 @@ def measure(say: Say, budget: Budget) -> dict[str, Any]:
     figures["host"] = _host(device)
     say("probe: the disk")
     figures["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    figures["node"] = {"memory": memory_bytes(CPU), "free": _free_bytes()}
     return figures
 
 
@@ -202,6 +206,12 @@ def _disk() -> float:
         return len(data) / (time.perf_counter() - began)
 
 
+def _free_bytes() -> int | None:
+    """Returns the free bytes where temporary files go; None where that is in memory, and no tier."""
+    folder = Path(tempfile.gettempdir())
+    return None if file_system(folder) in IN_MEMORY else shutil.disk_usage(folder).free
+
+
 def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -> Cluster:
     """Measures this machine with `ranks` ranks at once (products, memory, collectives, disk); returns a `Cluster`.
 
@@ -297,8 +307,12 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     link = figure(max(large)) if large else none
     wait = figure(small[0]) if small else none
     tier = Tier("shared-memory" if device.kind == "cpu" else "local", first["ranks"], link, wait)
-    cluster = Cluster(device, (tier,), source, collectives)
-    return cluster
+    sizes = {
+        name: min((row["node"][name] for row in results if row["node"][name]), default=None)
+        for name in ("memory", "free")
+    }
+    memory, free = (None if size is None else figure(size / 1e9) for size in sizes.values())
+    return Cluster(device, (tier,), source, collectives, node=Node(memory, free, devices=first["ranks"]))
 
 
 def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> Cluster:
