@@ -42,6 +42,7 @@ from shardwise.device import CPU, device_count, device_name, memory_bytes, on_ho
 from shardwise.errors import InputError
 from shardwise.measure.between_nodes import between_times
 from shardwise.measure.collective_times import collective_times
+from shardwise.measure.disk_rate import disk_rate
 from shardwise.measure.op_times import convolution_times, op_times, product_times
 from shardwise.measure.overheads import fit, step_times
 from shardwise.measure.pace import Budget, Pace, over_ranks, slower
@@ -103,7 +104,7 @@ def measure(say: Say, budget: Budget) -> dict[str, Any]:
     figures["collectives"] = collective_times(device, ranks, pace, budget.part(COLLECTIVES, device))
     figures["host"] = _host(device)
     say("probe: the disk")
-    figures["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    figures["disk"] = disk_rate() if not dist.is_initialized() or dist.get_rank() == 0 else None
     figures["node"] = {"memory": memory_bytes(CPU), "free": _free_bytes()}
     return figures
 
@@ -193,17 +194,6 @@ def _host(device: torch.device) -> float | None:
     here = torch.empty(2**26, pin_memory=True)
     there = torch.empty_like(here, device=device)
     return here.nbytes / seconds(lambda: there.copy_(here, non_blocking=True), device, 0.2)
-
-
-def _disk() -> float:
-    """Returns bytes per second of writing and syncing a file of 64 MB."""
-    data = os.urandom(2**20) * 64
-    with tempfile.TemporaryFile() as file:
-        began = time.perf_counter()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return len(data) / (time.perf_counter() - began)
 
 
 def _free_bytes() -> int | None:
