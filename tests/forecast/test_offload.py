@@ -371,6 +371,8 @@ def test_stages_that_fill_a_host_alone_count_by_the_fullest() -> None:
     machine = Cluster.parse("2x8 h100-sxm-80gb, ib-400")
     whole, apart = (of_host(unlike, Layout(pp=2, shard=shard), machine) for shard in (4, 8))
     assert whole.needed == {"host": 8 * 2.0} and apart.needed == {"host": 8 * 3.0}
+    tray = of_host([{"host": 1.0}], Layout(shard=72, zero=3), Cluster.parse("72 gb200"))
+    assert tray.ranks == 4 and tray.needed == {"host": 4.0}, "four devices of a host, where links join 72"
 
 
 def test_a_traced_task_tells_what_its_host_keeps() -> None:
