@@ -344,7 +344,9 @@ def text(cluster: Cluster) -> str:
         f"{d.memory_bandwidth_gbps.value:.3g} GB/s of memory, {d.memory_gb.value:.3g} GB for each rank",
     ]
     if d.op_us is not None and d.disk_gbps is not None:
-        lines.append(f"  an op costs {d.op_us.value:.3g} us besides its work; disk {d.disk_gbps.value:.3g} GB/s")
+        room = cluster.node.disk_gb
+        free = "" if room is None else f", {room.value:.4g} GB free"
+        lines.append(f"  an op costs {d.op_us.value:.3g} us besides its work; disk {d.disk_gbps.value:.3g} GB/s{free}")
     if d.factors:
         each = ", ".join(f"{kind} {factor:.3g}" for kind, factor in d.factors)
         lines.append(f"  ops inside a step take times those alone: {each}")

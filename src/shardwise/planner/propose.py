@@ -357,8 +357,11 @@ def _by_adapters(subject: Subject, layout: Layout, needed: float) -> str:
 
 def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
     """Returns the error for proposals none of which fits, with what the nearest needs."""
-    needed = min(p.forecast.needed_bytes for p in proposals)
-    return InputError(f"no plan fits: the nearest needs {bytes_text(needed)} of {bytes_text(capacity)}")
+    nearest = min((p.forecast for p in proposals), key=lambda forecast: forecast.needed_bytes)
+    lacks = [nearest.room.line(tier) for tier in nearest.room.lacks]
+    if nearest.needed_bytes > capacity:
+        lacks.insert(0, f"{bytes_text(nearest.needed_bytes)} of {bytes_text(capacity)}")
+    return InputError(f"no plan fits: the nearest needs {'; '.join(lacks)}")
 
 
 def _exact(
