@@ -179,16 +179,54 @@ def memory_bytes(device: torch.device) -> int | None:
     if not on_host(device):
         tell = getattr(torch.get_device_module(device), "get_device_properties", None)
         return None if tell is None else tell(device).total_memory
-    sizes = []
-    for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
-        try:
-            words = Path(path).read_text().split()
-        except OSError:
+    return host_memory()[0]
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """Returns (all, now available) bytes of this host, or of the control group that limits this process to fewer.
+
+    None where nothing tells. root: of the files by which Linux does
+    """
+    told = {line.split()[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if " kB" in line}
+    total, available = ([told[name]] if name in told else [] for name in ("MemTotal:", "MemAvailable:"))
+    for folder, most, used in _memory_groups(root):
+        limit, use = (_number("".join(_lines(folder / name))) for name in (most, used))
+        if limit is None:
             continue
-        number = words[words.index("MemTotal:") + 1] if "MemTotal:" in words else words[0]
-        if number.isdecimal():
-            sizes.append(int(number) * unit)
-    return min(sizes, default=None)
+        total.append(limit)
+        if use is not None:
+            stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+            cache = sum(
+                int(stat.get(name, 0)) for name in ("inactive_file", "active_file")
+            )  # given back when asked for
+            available.append(max(0, limit - max(0, use - cache)))
+    return min(total, default=None), min([*available, *total], default=None) if available else None
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yields (folder, file of its limit, file of its use) of the control groups around this process, old and new."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, kinds, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup" / ("memory" if kinds else "")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        own = base / path.strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(base):
+                yield folder, *names
+
+
+def _lines(path: Path) -> list[str]:
+    """Returns a file's lines; [] where there is none that may be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cluster import Cluster, collective_table, device_names, gemm_table, model, model_names
+from shardwise.cluster import Cluster, Figure, Node, collective_table, device_names, gemm_table, model, model_names
 from shardwise.cluster.catalogue import device
 from shardwise.errors import InputError
 
@@ -36,6 +36,29 @@ def test_three_tiers() -> None:
     assert cluster.tiers[1].gbps == cluster.tiers[0].gbps
 
 
+def test_a_host_is_the_one_that_is_sold_with_the_device() -> None:
+    node = Cluster.parse("16x8 h100-sxm-80gb, ib-400").node
+    assert node.memory_gb is not None and node.memory_gb.value == 2000 and node.memory_gb.kind == "published"
+    part = Cluster.parse("2 h100-sxm-80gb").node.memory_gb
+    assert part is not None and part.value == 500 and part.kind == "formula" and "2 of 8 parts" in part.source
+    assert Cluster.parse("2x72 gb200, ib-400").node.devices == 4, "of a tray, where the links join 72"
+    assert Cluster.parse("1 rtx-4090").node == Node(), "what no source tells is not guessed"
+
+
+def test_words_and_files_tell_what_a_node_has(tmp_path: Path) -> None:
+    text = "2x8 h100-sxm-80gb, host-1.5tb, ib-400, disk-500gb, disk-12gb/s"
+    cluster = Cluster.parse(text)
+    node = cluster.node
+    figures = node.memory_gb, node.disk_gb, node.disk_gbps
+    assert [(f.value, f.kind) for f in figures if f] == [(1500, "given"), (500, "given"), (12, "given")]
+    assert cluster.sizes == (8, 16), "the words are no links"
+    (tmp_path / "cluster.toml").write_text(cluster.to_toml())
+    assert Cluster.parse(str(tmp_path / "cluster.toml")) == cluster
+    bare = cluster.as_dict() | {"node": {"memory_gb": 64, "devices": 2}}
+    read = Cluster.from_dict(bare).node
+    assert read == Node(memory_gb=Figure(64.0, "given", "the cluster file"), devices=2)
+
+
 @pytest.mark.parametrize("name", device_names())
 def test_every_device_survives_a_file(name: str, tmp_path: Path) -> None:
     cluster = Cluster.parse(f"2x2 {name}, ib-200")
@@ -55,6 +78,9 @@ def test_every_device_survives_a_file(name: str, tmp_path: Path) -> None:
         ("36x4 gb200, nvlink-72", "nvlink-72 joins 72 devices, and 36x4 are 144"),
         ("64 h100-sxm-80gb", "write 8x8"),
         ("some gpus", "a cluster is written as"),
+        ("1 rtx-4090, host-64", "a node's memory is host-1.5tb"),
+        ("1 rtx-4090, host-3gb/s", "a node's memory is host-1.5tb"),
+        ("1 rtx-4090, disk-0tb", "a node's memory is host-1.5tb"),
         ("nowhere.toml", "no file nowhere.toml"),
     ],
 )

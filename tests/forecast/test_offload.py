@@ -16,8 +16,9 @@ from shardwise.cluster.figure import Figure
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES, states
 from shardwise.costs.offload import HOST_GBPS, LINK_SHARE, offloaded
+from shardwise.costs.room import of_host
 from shardwise.costs.software import STATES, software
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.models import tasks
@@ -67,8 +68,9 @@ def test_a_disk_works_beside_the_update() -> None:
     cost = offloaded(1e9, STATES["bf16"], layout, cluster, 28.0)
     assert cost.disk_s == pytest.approx(2 * 8e9 * 8 / 5e9) and cost.disk_bytes == 8e9
     assert cost.beside(1.0) == cost.disk_s and cost.beside(100.0) == 100.0 + cost.link_s
+    unknown = Cluster.parse("8 rtx-4090")
     with pytest.raises(RefusedPlan, match="no figure for the disk of its host: give disk_gbps"):
-        offloaded(1e9, STATES["bf16"], layout, Cluster.parse(NODE), 28.0)
+        offloaded(1e9, STATES["bf16"], layout, unknown, 28.0)
 
 
 def test_70b_on_one_node_has_an_answer_that_runs() -> None:
@@ -203,10 +205,12 @@ def test_what_costs_more_is_looked_at_later() -> None:
         f"{optimizer}|parameters:disk|activations:disk",
     ]  # fmt: skip
     weights = "optimizer|parameters|gradients"
+    disks = ["optimizer:disk", "optimizer:disk|parameters|gradients"]
     assert propose._tiers(Cluster.parse(NODE), task) == [
-        "optimizer", "optimizer|activations", weights, f"{weights}|activations",
+        "optimizer", "optimizer|activations", weights, f"{weights}|activations", *disks,
     ]  # fmt: skip
-    assert propose._tiers(Cluster.parse(NODE), shape) == ["optimizer", weights]
+    assert propose._tiers(Cluster.parse(NODE), shape) == ["optimizer", weights, *disks]
+    assert propose._tiers(Cluster.parse("8 rtx-4090"), shape) == ["optimizer", weights], "a disk without a rate"
 
 
 # --- weights on the host
@@ -220,10 +224,8 @@ def test_weights_come_from_the_host_for_each_gather() -> None:
     text = "dp_shard=8,zero=3,accumulate=8,precision=bf16"
     there, here = (simulate("llama3-8b", f"{text}{more}", machine, **ASKED) for more in (f",{HOST}", ""))
     assert not {"weights", "master", "gradients", "optimizer"} & there.worst.terms.keys()
-    host = (
-        f"{count / 8 * 16 / 1e9:,.3g} GB of each rank in the host's memory; so {count * 16 / 1e9:,.0f} GB of one host"
-    )
-    assert host in there.basis["offload"] and there.parts["compute"] == here.parts["compute"]
+    assert f"{count / 8 * 16 / 1e9:,.3g} GB of each rank in the host's memory" in there.basis["offload"]
+    assert there.room.needed == {"host": pytest.approx(count * 16)} and there.parts["compute"] == here.parts["compute"]
     # op by op, after the norm and the division
     assert there.parts["optimizer"] == pytest.approx(count * (3 * 28 + 12) / (HOST_GBPS * 1e9), rel=1e-3)
     link = machine.device.host_gbps
@@ -235,13 +237,16 @@ def test_weights_come_from_the_host_for_each_gather() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "machine", "asked"),
-    [("gpt-3-175b", NODE, {"global_batch": 64, "seq": 2048}), ("llama3-8b", "1 rtx-4090", ASKED)],
-)
-def test_what_needs_the_host_has_an_answer_that_runs(name: str, machine: str, asked: dict[str, int]) -> None:
+    ("name", "machine", "offload", "asked"),
+    [("gpt-3-175b", NODE, "optimizer:disk|parameters|gradients", {"global_batch": 64, "seq": 2048}),
+     ("llama3-8b", "1 rtx-4090", "optimizer|parameters|gradients", ASKED)],
+)  # fmt: skip
+def test_what_needs_the_host_has_an_answer_that_runs(
+    name: str, machine: str, offload: str, asked: dict[str, int]
+) -> None:  # fmt: skip
     found = plan(name, machine, **asked)
     best = found.best.plan
-    assert best.offload == "optimizer|parameters|gradients" and best.zero == 3 and not found.best.runnable
+    assert best.offload == offload and best.zero == 3 and not found.best.runnable
     assert Plan.parse(str(best)) == best and best.world_size == Cluster.parse(machine).world_size
     again = simulate(name, best, machine, **asked)
     assert again.fits(found.capacity)
@@ -307,3 +312,75 @@ def test_other_offloads_are_refused(task: str, what: str, told: str) -> None:
     asked = ASKED if ":" not in task else {}
     with pytest.raises(RefusedPlan, match=told):
         simulate(task, f"dp_shard=8,zero=3,offload={what}", NODE, **asked)
+
+
+# --- room on a host
+
+
+def test_a_host_with_too_little_is_told_and_the_disk_is_its_remedy() -> None:
+    """Against sums by hand: 16 bytes of each weight on one host, 8 of which a disk would take, twice."""
+    count = decoder_by_name("llama3-8b").parameters
+    host = round(count * 12 / 0.9e9)
+    half = f"1 rtx-4090, host-{host}gb"
+    with pytest.raises(InputError) as raised:
+        plan("llama3-8b", half, **ASKED)
+    told = str(raised.value)
+    assert f"keeps {count * 16 / 1e9:.4g} GB of a host's memory for its 1 rank(s), of {host * 0.9:.4g} GB" in told
+    staging = 3 * 2**26
+    assert (
+        f"What would: offload=optimizer:disk|parameters|gradients, which keeps {(count * 8 + staging) / 1e9:.4g} GB"
+        in told
+    )
+    assert f"{count * 16 / 1e9:.4g} GB of a host's disk" in told and "disk-12gb/s in its text" in told
+    found = plan("llama3-8b", f"{half}, disk-7gb/s", **ASKED)
+    best = found.best
+    assert best.plan.offload == "optimizer:disk|parameters|gradients" and best.forecast.fits(found.capacity)
+    assert "of how much is not known: disk-2tb in the cluster's text" in found.notes[0]
+    with pytest.raises(InputError, match=r"GB of a host's disk for its 1 rank\(s\), of 100 GB"):
+        plan("llama3-8b", f"{half}, disk-7gb/s, disk-100gb", **ASKED)
+
+
+def test_405b_does_not_fit_one_node_and_its_host_is_why() -> None:
+    with pytest.raises(InputError, match=r"3,248 GB of a host's memory for its 8 rank\(s\), of 1,800 GB \(2,000 less"):
+        plan("llama3-405b", NODE, **ASKED)
+
+
+def test_a_plan_beyond_its_host_does_not_fit() -> None:
+    text = "dp_shard=8,zero=3,accumulate=8,precision=bf16,offload=parameters"
+    small, large, unknown = (simulate("llama3-8b", text, where, **ASKED) for where in (
+        f"{NODE}, host-100gb", NODE, "8 rtx-4090"
+    ))  # fmt: skip
+    assert not small.fits(1e12) and large.fits(1e12) and unknown.fits(1e12)
+    assert "128.5 GB of a host's memory for its 8 rank(s), of 90 GB" in small.shortage(1e12)
+    assert large.shortage(1e9).startswith(f"{large.needed_bytes / 1e9:.1f} GB of 1.0 GB")
+    assert unknown.room.line("host").endswith("memory_gb of [node] in its file, tells it")
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("pp=2,dp_shard=4,zero=1,microbatches=4", 8), ("dp_shard=16,zero=1", 8)])
+def test_all_ranks_of_a_host_count(plan: str, ranks: int) -> None:
+    """Stages of a host by their own parameters: together they have the model's, each host its part of the shards."""
+    count, machine = decoder_by_name("llama3-8b").parameters, "2x8 h100-sxm-80gb, ib-400"
+    parsed = Plan.parse(plan)
+    forecast = simulate("llama3-8b", f"{plan},precision=bf16,offload=optimizer", machine, global_batch=64, seq=1024)
+    assert forecast.room.ranks == ranks
+    assert forecast.room.needed["host"] == pytest.approx(8 * count * ranks / parsed.world_size)
+
+
+def test_stages_that_fill_a_host_alone_count_by_the_fullest() -> None:
+    unlike = [{"host": 3.0}, {"host": 1.0}]
+    machine = Cluster.parse("2x8 h100-sxm-80gb, ib-400")
+    whole, apart = (of_host(unlike, Layout(pp=2, shard=shard), machine) for shard in (4, 8))
+    assert whole.needed == {"host": 8 * 2.0} and apart.needed == {"host": 8 * 3.0}
+    tray = of_host([{"host": 1.0}], Layout(shard=72, zero=3), Cluster.parse("72 gb200"))
+    assert tray.ranks == 4 and tray.needed == {"host": 4.0}, "four devices of a host, where links join 72"
+
+
+def test_a_traced_task_tells_what_its_host_keeps() -> None:
+    machine = Cluster.parse("2 l40s, host-100gb")
+    forecast = simulate("test_offload:deep", f"dp_shard=2,zero=3,{HOST}", machine)
+    params = sum(param.numel() for param in deep().model().parameters())
+    assert forecast.room.needed["host"] == pytest.approx(16 * params, rel=0.01)
+    assert forecast.as_dict()["host"]["host"]["room_bytes"] == 90e9
+    on_disk = simulate("test_offload:deep", "dp_replicate=2,offload=activations:disk", on_processors())
+    put = trace(deep(), 4, moved="activations:disk").put["disk"]
+    assert on_disk.room.needed == {"disk": 2 * put}

@@ -22,6 +22,7 @@ from shardwise.cluster import Cluster, Figure, Tier
 from shardwise.costs.layout import of_plan
 from shardwise.costs.software import software
 from shardwise.costs.wire import RankGroup, Wire
+from shardwise.device import host_memory
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.measure.between_nodes import groups
@@ -232,7 +233,7 @@ if __name__ == "__main__":
     collective_times.BYTES = sizes
     collective_times.OFTEN = between_nodes.OFTEN = 4
     machine.pace_us = pace.pace_us = lambda device, rounds=1: 1000.0
-    machine._stream, machine._disk = lambda device: 1e10, lambda: 1e9
+    machine._stream, machine.disk_rate = lambda device: 1e10, lambda: 1e9
     machine._op = lambda device, found: 5.0
     machine._products = lambda pace, budget: machine.product_times((32, 64), pace, budget)
     machine.op_times = lambda pace, budget: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
@@ -301,6 +302,9 @@ def test_on_one_host_a_launchers_ranks_measure_one_tier(tmp_path: Path) -> None:
     cluster = Cluster.from_toml(tmp_path / "cluster0.toml")
     assert [tier.count for tier in cluster.tiers] == [4] and cluster.between == ()
     assert {row[1] for row in cluster.collectives} == {2, 4}
+    memory = cluster.node.memory_gb
+    assert cluster.node.devices == 4 and memory is not None and memory.kind == "measured"
+    assert memory.value * 1e9 == pytest.approx(host_memory()[0], rel=1e-3), "what all ranks share"
     assert cluster.name.startswith("probe on 4 rank(s)") and outs[1:] == [""] * 3
 
 

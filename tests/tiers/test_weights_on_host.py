@@ -22,8 +22,9 @@ from shardwise.checkpoint.save import Saver
 from shardwise.digest import digest
 from shardwise.engine.ema import Ema
 from shardwise.engine.load_weights import load_state_dict
-from shardwise.errors import ShardwiseError
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.host import HostReads
+from shardwise.look import memory_limits
 from shardwise.memory.live import LiveBytes
 from shardwise.models import tasks
 from shardwise.parallel.sequence import block_attention
@@ -134,6 +135,34 @@ def test_same_bits_in_full(layout: str, setting: str, mocks: RankPool) -> None:
     setting = setting.replace("4", "2") if "pp" in layout else setting  # of seven samples
     plan = ",".join(filter(None, [layout, "" if setting == "clip" else setting]))
     assert_same("decoder", plan, mocks, 0.05 if setting == "clip" else None)
+
+
+def refusal(plan: str, free: int) -> str:
+    """Returns why a plan is refused on a host of so much free memory; "" where it is made."""
+    device = mock_device.install()
+    if dist.get_world_size() > 1:
+        mock_device.join_group()
+    told, memory_limits.host_memory = memory_limits.host_memory, lambda: (None, free)
+    try:
+        parallelize(task_of("mlp"), plan, device=str(device)).close()
+    except RefusedPlan as refused:
+        return str(refused)
+    finally:
+        memory_limits.host_memory = told
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "width"),
+    [(f"dp_shard=2,zero=3,{HOST}", 12), ("dp_shard=2,zero=1,offload=optimizer", 8)],
+)
+def test_a_host_without_room_is_told_before_the_first_step(plan: str, width: int, mocks: RankPool) -> None:
+    """Of all ranks together: Adam's state, and gradients where weights lie there too."""
+    params = sum(param.numel() for param in task_of("mlp").model().parameters())
+    needed = params * width
+    less, enough = (mocks.run(refusal, 2, plan, free) for free in (int(needed * 0.98), int(needed * 1.3) + 10_000))
+    assert enough == ["", ""]
+    assert less[0] == less[1] and "2 rank(s) of" in less[0] and "offload=optimizer:disk" in less[0]
 
 
 @pytest.mark.long

@@ -238,8 +238,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     if not answer.fields["fits"]:
         answer.code = 3
         lines.append(
-            f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; `shardwise plan` with the "
-            "same words looks for plans that do"
+            f"DOES NOT FIT: {forecast.shortage(capacity)}; `shardwise plan` with the same words looks for plans that do"
         )
     if lacks:
         lines.append(f"this version does not run the plan: {lacks}")

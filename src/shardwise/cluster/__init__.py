@@ -1,7 +1,7 @@
 """Where a task runs: devices, links by tier, and the packaged catalogue of published figures. No torch."""
 
 from shardwise.cluster.catalogue import device, device_names, model, model_names
-from shardwise.cluster.cluster import Cluster, Device, Tier
+from shardwise.cluster.cluster import Cluster, Device, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.cluster.tables import (
     BetweenTable,
@@ -23,6 +23,7 @@ __all__ = [
     "Device",
     "Figure",
     "GemmTable",
+    "Node",
     "OpTable",
     "Tier",
     "collective_table",

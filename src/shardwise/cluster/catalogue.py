@@ -7,7 +7,7 @@ import re
 from functools import cache
 from importlib import resources
 
-from shardwise.cluster.cluster import Device, Tier
+from shardwise.cluster.cluster import Device, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
 
@@ -64,6 +64,30 @@ def device(name: str) -> tuple[Device, Tier]:
     joined = max(int(row["link_domain"]), 8 if row["link_domain"] == "1" else 1)  # PCIe: as many as a host has
     latency = Figure(3.0, "assumed", "one message inside a node, where no table is packaged")
     return described, Tier("pcie" if row["link_domain"] == "1" else "nvlink", joined, own, latency)
+
+
+def host_of(name: str, count: int) -> Node:
+    """Returns what a host of `count` such devices has: a published one's, or its part where that has more devices."""
+    row = _hosts().get(name)
+    if row is None:
+        return Node()
+    devices = int(row["devices"])
+    share = min(1.0, count / devices)
+
+    def figure(column: str) -> Figure | None:
+        if not row[column]:
+            return None
+        if share == 1:
+            return Figure(float(row[column]), "published", row["source"])
+        return Figure(share * float(row[column]), "formula", f"{count} of {devices} parts of {row['source']}")
+
+    rate = Figure(share * float(row["disk_gbps"]), "assumed", row["rate_of"]) if row["disk_gbps"] else None
+    return Node(figure("memory_gb"), figure("disk_gb"), rate, devices)
+
+
+@cache
+def _hosts() -> dict[str, dict[str, str]]:
+    return {row["device"]: row for row in read("hosts.csv")}
 
 
 @cache

@@ -6,14 +6,14 @@
 
 The text form is counts, a device and the links between tiers, innermost first: `"16x8 h100-sxm-80gb, ib-400"`,
 `"4x18x4 gb200, nvlink-72, ib-400"`. The link inside the innermost tier is the device's own. Ranks fill the
-innermost tier first.
+innermost tier first. `host-1tb`, `disk-20tb` and `disk-12gb/s` behind them say what a node has (`Node`).
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,22 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class Node:
+    """What the devices of one host share, in 10^9 bytes; None where no figure is known.
+
+    memory_gb  of the host
+    disk_gb    free where temporary files go
+    disk_gbps  of reads and writes there, a second; what was measured stands at the device
+    devices    of one host
+    """
+
+    memory_gb: Figure | None = None
+    disk_gb: Figure | None = None
+    disk_gbps: Figure | None = None
+    devices: int | None = None
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Devices and tiers, innermost first. `world_size` is the product of the tiers' counts."""
 
@@ -104,6 +120,7 @@ class Cluster:
     name: str = ""
     collectives: tuple[Message, ...] = ()  # measured here, inside the innermost tier
     between: tuple[Between, ...] = ()  # and over several of its units, which are nodes
+    node: Node = field(default_factory=Node)
 
     @property
     def world_size(self) -> int:
@@ -152,19 +169,23 @@ class Cluster:
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
         """Returns the cluster of `{device: {...}, tiers: [{...}]}`."""
-        _only(where, data, ("name", "device", "tiers", "collectives", "between"))
+        _only(where, data, ("name", "device", "tiers", "collectives", "between", "node"))
         if not isinstance(data.get("device"), dict) or not isinstance(data.get("tiers"), list) or not data["tiers"]:
             raise InputError(f"{where}: a cluster has a [device] and one or more [[tiers]]")
         tiers = tuple(_tier(f"{where}: tiers[{i}]", raw) for i, raw in enumerate(data["tiers"]))
         messages = _rows(f"{where}: collectives", data.get("collectives", []), (str, int, int, float))
         between = _between(f"{where}: between", data.get("between", []))
-        return cls(_device(f"{where}: device", data["device"]), tiers, str(data.get("name", "")), messages, between)
+        node = _node(f"{where}: node", data.get("node", {}))
+        device = _device(f"{where}: device", data["device"])
+        return cls(device, tiers, str(data.get("name", "")), messages, between, node)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the TOML and JSON form, every number with its provenance."""
         device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
         tiers = [{f.name: getattr(tier, f.name) for f in fields(Tier)} for tier in self.tiers]
         plain: dict[str, Any] = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
+        if node := _plain({f.name: getattr(self.node, f.name) for f in fields(Node)}):
+            plain["node"] = node
         if self.collectives:
             plain["collectives"] = [list(row) for row in self.collectives]
         if self.between:
@@ -259,16 +280,34 @@ def _device(where: str, data: dict[str, Any]) -> Device:
     return Device(**values)
 
 
-def _tier(where: str, data: Any) -> Tier:
+def _node(where: str, data: Any) -> Node:
+    _table(where, data, Node)
+    sizes = {
+        name: Figure.read(f"{where}.{name}", data[name])
+        for name in ("memory_gb", "disk_gb", "disk_gbps")
+        if name in data
+    }
+    devices = _count(f"{where}.devices", data["devices"]) if "devices" in data else None
+    return Node(**sizes, devices=devices)
+
+
+def _table(where: str, data: Any, kind: type) -> None:
     if not isinstance(data, dict):
         raise InputError(f"{where} must be a table, got {data!r}")
-    _only(where, data, tuple(f.name for f in fields(Tier)))
-    count = _need(where, data, "count")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(f"{where}.count must be a whole number of at least 1, got {count!r}")
+    _only(where, data, tuple(f.name for f in fields(kind)))
+
+
+def _count(where: str, raw: Any) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int) or raw < 1:
+        raise InputError(f"{where} must be a whole number of at least 1, got {raw!r}")
+    return raw
+
+
+def _tier(where: str, data: Any) -> Tier:
+    _table(where, data, Tier)
     return Tier(
         str(_need(where, data, "name")),
-        count,
+        _count(f"{where}.count", _need(where, data, "count")),
         Figure.read(f"{where}.gbps", _need(where, data, "gbps")),
         Figure.read(f"{where}.latency_us", _need(where, data, "latency_us")),
     )

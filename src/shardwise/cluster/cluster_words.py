@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
-from shardwise.cluster.catalogue import device, link
-from shardwise.cluster.cluster import Cluster, Tier
+from shardwise.cluster.catalogue import device, host_of, link
+from shardwise.cluster.cluster import Cluster, Node, Tier
+from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError
 
 MOST = 2**20  # devices: ten times the largest run that was ever published
+OF_NODE = ("host-", "disk-")  # begin what is said of a node, not of a link
 FORM = 'a cluster is written as "16x8 h100-sxm-80gb, ib-400": nodes x devices, the device, the links between tiers'
 
 
 def parse(text: str) -> Cluster:
     """Returns a cluster of catalogue devices and links; a wrong word raises `InputError` with the nearest right one."""
     head, *links = [part.strip() for part in text.split(",")]
+    of_node = [word for word in links if word.lower().startswith(OF_NODE)]
+    links = [word for word in links if word not in of_node]
     words = head.split()
     if len(words) != 2 or not re.fullmatch(r"\d+(x\d+)*", words[0]):
         raise InputError(f"cluster: cannot read {text!r}; {FORM}, or the path of a .toml file")
@@ -43,7 +49,27 @@ def parse(text: str) -> Cluster:
         )
     for level, name in enumerate(links, start=1):
         tiers.append(link(name, counts[level], prod(counts[:level]), own))
-    return Cluster(hardware, tuple(tiers), text)
+    node = _with_words(of_node, host_of(hardware.name, counts[0]))
+    return Cluster(hardware, tuple(tiers), text, node=node)
+
+
+def _with_words(words: Iterable[str], node: Node) -> Node:
+    """Returns the node with what words such as `host-1.5tb`, `disk-20tb` and `disk-12gb/s` say."""
+    for word in words:
+        match = re.fullmatch(r"(host|disk)-(\d+(?:\.\d+)?)(gb|tb|gb/s)", word.lower())
+        if not match or float(match[2]) <= 0 or match[1] + match[3] == "hostgb/s":
+            raise InputError(
+                f"cluster: cannot read {word!r}: a node's memory is host-1.5tb or host-512gb, the room on its disk "
+                "disk-20tb, and its rate disk-12gb/s"
+            )
+        figure = Figure(float(match[2]) * (1000 if match[3] == "tb" else 1), "given", "the cluster's text")
+        if match[1] == "host":
+            node = replace(node, memory_gb=figure)
+        elif match[3] == "gb/s":
+            node = replace(node, disk_gbps=figure)
+        else:
+            node = replace(node, disk_gb=figure)
+    return node
 
 
 def math_split(count: int, domain: int) -> str:

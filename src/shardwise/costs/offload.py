@@ -14,7 +14,7 @@ So the update takes as long as the longer of (update + link) and disk. Masters m
 a processor and they are no shards of zero=3; on an accelerator they stay, since gradients lie beside them. The ranks of
 a host share its disk.
 
-What this does not do: know whether a host has the memory, or a disk the room: a run finds that at start.
+Whether a host has the memory, and its disk the room: `costs/room`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Figure
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
 from shardwise.layout.offload import TIERS, in_tier, placements, weights_on_host
 
-HOST_DEVICES = 8  # of one host at most, also where a domain of links joins more (assumed)
+HOST_DEVICES = 8  # of one host at most, where no figure tells, also where a domain of links joins more (assumed)
 LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
 SUBGROUP_BYTES = 64 << 20  # what moves at once, unless one parameter has more (tiers/subgroups)
 # Of a host's memory, which its processor reads and writes for all its ranks, in 10^9 bytes a second (assumed: a fused
@@ -43,7 +43,6 @@ class Offloaded:
     """The cost of an update's moves: seconds; one rank's bytes of optimizer state in each tier, of weights on disk.
 
     host_s  seconds of an update that the host's processor computes, where weights lie there
-    sharers ranks of one host
     """
 
     link_s: float
@@ -52,7 +51,6 @@ class Offloaded:
     disk_bytes: float
     weights_bytes: float = 0.0
     host_s: float = 0.0
-    sharers: int = 1
 
     def beside(self, update_s: float) -> float:
         """Returns the seconds of an update with these moves, which takes `update_s` without."""
@@ -66,6 +64,19 @@ def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
     """
     masters = states.master if on_host and not layout.sharded.weights else 0.0
     return {tier: in_tier(layout.offload, "optimizer", tier) * (states.optimizer + masters) for tier in TIERS}
+
+
+def lying(count: float, states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
+    """Returns by tier the bytes that one rank keeps there, of `count` parameters that it updates.
+
+    A file of state is twice as large as that. On an accelerator a disk's state passes through the host's memory.
+    """
+    by_tier = moved(states, layout, on_host=on_host)
+    in_file = count * by_tier["disk"]
+    beside = 2 * states.held if weights_on_host(layout.offload) else 0.0  # weights, and gradients of their dtype
+    staging = 0.0 if on_host else min(in_file, BUFFERS * SUBGROUP_BYTES)
+    weights = count * in_tier(layout.offload, "parameters", "disk") * states.held
+    return {"host": count * (by_tier["host"] + beside) + staging, "disk": 2 * in_file + weights}
 
 
 def staged(layout: Layout, size: float, largest: float, share: float = 1.0) -> float:
@@ -95,15 +106,14 @@ def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, up
     link_s = disk_s = host_s = 0.0
     if weights_on_host(layout.offload):
         # gradients are read for the norm, read and written by the division
-        host_s = count * (update + 3 * states.held) * _ranks_of_host(layout, cluster) / (HOST_GBPS * 1e9)
-        by_tier["host"] += 2 * states.held  # weights, and gradients of their dtype
+        host_s = count * (update + 3 * states.held) * ranks_of_host(layout, cluster) / (HOST_GBPS * 1e9)
+        by_tier["host"] += 2 * states.held
     elif not on_host and any(by_tier.values()):
         link_s = 2 * count * sum(by_tier.values()) / (_link_gbps(cluster) * 1e9)
     if by_tier["disk"] + weights:
         size = count * (by_tier["disk"] + weights)
-        disk_s = 2 * size * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9)
-    return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"], count * weights, host_s,
-                     _ranks_of_host(layout, cluster))  # fmt: skip
+        disk_s = 2 * size * ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9)
+    return Offloaded(link_s, disk_s, count * by_tier["host"], count * by_tier["disk"], count * weights, host_s)
 
 
 def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
@@ -129,17 +139,24 @@ def _link_gbps(cluster: Cluster) -> float:
     return cluster.device.host_gbps.value * LINK_SHARE
 
 
+def disk_rate(cluster: Cluster) -> Figure | None:
+    """Returns the rate of a host's disk, reads and writes alike: as it was measured, else as its host is sold."""
+    return cluster.device.disk_gbps or cluster.node.disk_gbps
+
+
 def _disk_gbps(cluster: Cluster) -> float:
-    if cluster.device.disk_gbps is None:
+    rate = disk_rate(cluster)
+    if rate is None:
         raise RefusedPlan(
             f"offload to disk: {cluster.device.name} has no figure for the disk of its host: give disk_gbps in the "
-            "cluster's file, or measure it by shardwise probe"
+            "cluster's file, or disk-12gb/s in its text, or measure it by shardwise probe"
         )
-    return cluster.device.disk_gbps.value
+    return rate.value
 
 
-def _ranks_of_host(layout: Layout, cluster: Cluster) -> int:
-    return min(cluster.sizes[0], layout.world_size, HOST_DEVICES)
+def ranks_of_host(layout: Layout, cluster: Cluster) -> int:
+    """Returns how many ranks of a plan share a host."""
+    return min(cluster.sizes[0], layout.world_size, cluster.node.devices or HOST_DEVICES)
 
 
 def told(cost: Offloaded, cluster: Cluster) -> str:
@@ -155,8 +172,7 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
             f"{cost.host_s:.3g} s of the update on the host's processor, at {HOST_GBPS:g} GB/s of its memory for all "
             "its ranks (assumed); the device waits; less with an optimizer's one kernel (fused=True) than op by op"
         )
-    if cost.disk_s and cluster.device.disk_gbps is not None:
-        rate = cluster.device.disk_gbps
+    if cost.disk_s and (rate := disk_rate(cluster)) is not None:
         parts.append(
             f"{cost.disk_s:.3g} s of reads and writes at {rate.value:.3g} GB/s of a host's disk ({rate.source}), "
             "beside the update"
@@ -166,8 +182,6 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
         "a disk, of weights": cost.weights_bytes,
     }  # fmt: skip
     lies = [f"{size / 1e9:,.3g} GB of each rank in {where}" for where, size in places.items() if size]
-    if cost.host_bytes and cost.sharers > 1:
-        lies.append(f"so {cost.sharers * cost.host_bytes / 1e9:,.0f} GB of one host, whose memory is not known here")
     return "; ".join([*parts, *lies])
 
 
@@ -190,7 +204,7 @@ def moves(put: Mapping[str, float], layout: Layout, cluster: Cluster) -> Moves:
     _refuse_host(layout, cluster, in_tier(layout.offload, "activations", "host"))
     link_s = 0.0 if on_host else 2 * sum(put.values()) / (_link_gbps(cluster) * 1e9)
     disk = put.get("disk", 0.0)
-    disk_s = 2 * disk * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9) if disk else 0.0
+    disk_s = 2 * disk * ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9) if disk else 0.0
     return Moves(link_s, disk_s, sum(put.values()))
 
 
@@ -205,7 +219,7 @@ def moves_told(cost: Moves, micro_s: float) -> str:
 def reads(size: float, layout: Layout, cluster: Cluster) -> Moves:
     """Returns the cost of the gathers of one micro-batch, of `size` bytes of weights on each rank."""
     disk = in_tier(layout.offload, "parameters", "disk") * size * layout.sharded.gathers
-    return Moves(0.0, disk * _ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9), disk)
+    return Moves(0.0, disk * ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9), disk)
 
 
 def crossing_seconds(size: float, cluster: Cluster) -> float:

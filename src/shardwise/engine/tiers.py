@@ -18,6 +18,7 @@ from shardwise.device import on_host
 from shardwise.engine.optimizer import same_by_subgroups
 from shardwise.errors import RefusedPlan
 from shardwise.layout.offload import Placement, placements, weights_on_host
+from shardwise.look.memory_limits import check_host
 from shardwise.step.optimizer_modes import has_mode
 from shardwise.step.state import RankState
 from shardwise.step.task_optimizer import OptimizerFn
@@ -50,6 +51,7 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
     placed, narrow = _moving(state), _narrow(state)
     # owners update whole tensors, in memory
     if not placed and not narrow and (state.shards is None or state.owners is not None):
+        _check_host(state, ())
         return None
     _refuse(state, placed, makes)
     with torch.random.fork_rng(devices=[]):
@@ -58,6 +60,7 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
         _refuse_nothing(state, units)
     placed_groups: list[tuple[Place, list[Subgroup]]] = []
     dealt = rules.dealt(units, placed)
+    _check_host(state, [*zip(placed, dealt, strict=True)])
     for placement, part in zip(placed, dealt, strict=True):
         groups = rules.grouped(part)
         if groups:
@@ -191,6 +194,23 @@ def _refuse_nothing(state: RankState, units: Sequence[Unit]) -> None:
         )
     if plan.masters == "split" and not split:
         raise RefusedPlan("masters=split: no weight has a master in float32 beside it in bf16: leave masters out")
+
+
+def _check_host(state: RankState, dealt: Sequence[tuple[Placement, Sequence[Unit]]]) -> None:
+    """Raise `RefusedPlan` where ranks of a host will allocate more of its memory than is free. Collective.
+
+    dealt  what moves, by where to
+    """
+    needed = sum(unit.size for placement, part in dealt if placement.tier == "host" for unit in part)
+    beside = weights_on_host(state.plan.offload)
+    if beside and not state.needs_closure:
+        # gradients and state come to lie beside weights, which are there
+        with torch.random.fork_rng(devices=[]):
+            units = _units(state, kept=True)
+        needed += sum(param.numel() * param.element_size() for unit in units for param in unit.params)
+        needed += sum(unit.size for unit in units) - sum(unit.size for _, part in dealt for unit in part)
+    if beside or any(placement.tier == "host" for placement, _ in dealt):
+        check_host(needed, state.plan, state.mesh)
 
 
 def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState) -> str:

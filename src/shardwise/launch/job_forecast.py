@@ -32,8 +32,5 @@ def cost_lines(cost: JobCost, cluster: Cluster) -> list[str]:
     forecast, capacity = cost.best.forecast, cluster.device.memory_bytes
     lines = forecast_lines(forecast)[:SHOWN]
     if not forecast.fits(capacity):
-        needed = forecast.needed_bytes / 1e9
-        lines.append(
-            f"DOES NOT FIT: {needed:.1f} GB of {capacity / 1e9:.1f} GB; `shardwise plan` looks for plans that do"
-        )
+        lines.append(f"DOES NOT FIT: {forecast.shortage(capacity)}; `shardwise plan` looks for plans that do")
     return [*lines, *job_lines([cost])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Container
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from shardwise.device import CPU, memory_bytes, on_host
-from shardwise.errors import InputError
+from shardwise.comm import gather_json
+from shardwise.device import CPU, host_memory, memory_bytes, on_host
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.offload import weights_on_host
 from shardwise.mesh import Mesh
@@ -49,6 +51,24 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
         f"{_gib(total)}. Shard it over more machines (dp_shard with zero=3, tp), or take a smaller model; `shardwise "
         "plan` says what fits"
     )
+
+
+def check_host(needed: int, plan: Plan, mesh: Mesh) -> None:
+    """Raise `RefusedPlan` where the ranks of a host would keep more in its memory than is free there. Collective.
+
+    needed  bytes that this rank is about to allocate
+    """
+    rows = gather_json((socket.gethostname(), needed, host_memory()[1]), mesh.world, mesh.device)
+    for host in dict.fromkeys(name for name, _, _ in rows):
+        sizes, free = zip(*((size, free) for name, size, free in rows if name == host), strict=True)
+        left = min((size for size in free if size is not None), default=None)
+        if left is not None and sum(sizes) > left:
+            disk = "optimizer:disk|parameters" if weights_on_host(plan.offload) else "optimizer:disk"
+            raise RefusedPlan(
+                f"offload={plan.offload}: {len(sizes)} rank(s) of {host} would keep {_gib(sum(sizes))} more in its "
+                f"memory, of which {_gib(left)} are free (of the host, or of the control group that limits them): use "
+                f"offload={disk}, or more hosts"
+            )
 
 
 def check_masks(positions: Positions, device: torch.device, ranks: int) -> None:

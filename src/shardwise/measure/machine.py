@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 import tempfile
 import time
@@ -25,6 +26,7 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -32,20 +34,22 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardwise.cluster import Cluster, Device, Figure, Tier
+from shardwise.cluster import Cluster, Device, Figure, Node, Tier
 from shardwise.cluster.cluster import Between
 from shardwise.cluster.tables import bus_factor
 from shardwise.comm import everybody, gather_json, refuse_shared_devices
-from shardwise.device import device_count, device_name, memory_bytes, on_host, pace_us, synchronize
+from shardwise.device import CPU, device_count, device_name, memory_bytes, on_host, pace_us, synchronize
 from shardwise.errors import InputError
 from shardwise.measure.between_nodes import between_times
 from shardwise.measure.collective_times import collective_times
+from shardwise.measure.disk_rate import disk_rate
 from shardwise.measure.op_times import convolution_times, op_times, product_times
 from shardwise.measure.overheads import fit, step_times
 from shardwise.measure.pace import Budget, Pace, over_ranks, slower
 from shardwise.progress import Say, silent
 from shardwise.ranks import LaunchedPlace, apart, here, join, launch, nodes_of
 from shardwise.ranks.launchers import own_device
+from shardwise.tiers.scratch import IN_MEMORY, file_system
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
@@ -100,7 +104,8 @@ def measure(say: Say, budget: Budget) -> dict[str, Any]:
     figures["collectives"] = collective_times(device, ranks, pace, budget.part(COLLECTIVES, device))
     figures["host"] = _host(device)
     say("probe: the disk")
-    figures["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    figures["disk"] = disk_rate() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    figures["node"] = {"memory": memory_bytes(CPU), "free": _free_bytes()}
     return figures
 
 
@@ -191,15 +196,10 @@ def _host(device: torch.device) -> float | None:
     return here.nbytes / seconds(lambda: there.copy_(here, non_blocking=True), device, 0.2)
 
 
-def _disk() -> float:
-    """Returns bytes per second of writing and syncing a file of 64 MB."""
-    data = os.urandom(2**20) * 64
-    with tempfile.TemporaryFile() as file:
-        began = time.perf_counter()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return len(data) / (time.perf_counter() - began)
+def _free_bytes() -> int | None:
+    """Returns the free bytes where temporary files go; None where that is in memory, and no tier."""
+    folder = Path(tempfile.gettempdir())
+    return None if file_system(folder) in IN_MEMORY else shutil.disk_usage(folder).free
 
 
 def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -> Cluster:
@@ -297,8 +297,12 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     link = figure(max(large)) if large else none
     wait = figure(small[0]) if small else none
     tier = Tier("shared-memory" if device.kind == "cpu" else "local", first["ranks"], link, wait)
-    cluster = Cluster(device, (tier,), source, collectives)
-    return cluster
+    sizes = {
+        name: min((row["node"][name] for row in results if row["node"][name]), default=None)
+        for name in ("memory", "free")
+    }
+    memory, free = (None if size is None else figure(size / 1e9) for size in sizes.values())
+    return Cluster(device, (tier,), source, collectives, node=Node(memory, free, devices=first["ranks"]))
 
 
 def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> Cluster:
@@ -340,7 +344,9 @@ def text(cluster: Cluster) -> str:
         f"{d.memory_bandwidth_gbps.value:.3g} GB/s of memory, {d.memory_gb.value:.3g} GB for each rank",
     ]
     if d.op_us is not None and d.disk_gbps is not None:
-        lines.append(f"  an op costs {d.op_us.value:.3g} us besides its work; disk {d.disk_gbps.value:.3g} GB/s")
+        room = cluster.node.disk_gb
+        free = "" if room is None else f", {room.value:.4g} GB free"
+        lines.append(f"  an op costs {d.op_us.value:.3g} us besides its work; disk {d.disk_gbps.value:.3g} GB/s{free}")
     if d.factors:
         each = ", ".join(f"{kind} {factor:.3g}" for kind, factor in d.factors)
         lines.append(f"  ops inside a step take times those alone: {each}")

@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.room import NAMES, Room
 from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.layout import Plan
 from shardwise.layout.rules import applying
@@ -70,15 +71,24 @@ def _lost_lines(lost: dict[str, str]) -> list[str]:
 
 
 def _rows(proposals: Sequence[Proposal], rate: str) -> list[str]:
-    """Returns one line for each plan, best first."""
+    """Returns one line for each plan, best first; with what one host keeps where a plan has tiers."""
+    tiers = [tier for tier in NAMES if any(tier in p.forecast.room.needed for p in proposals)]
     rows = [
         [
             str(i + 1), seconds_text(p.forecast.step_s), _rate(p.forecast.rate[0]), f"{p.forecast.mfu:.1%}",
-            bytes_text(p.forecast.needed_bytes), _shown(str(p.plan)),
+            bytes_text(p.forecast.needed_bytes), *(_of_host(p.forecast.room, tier) for tier in tiers),
+            _shown(str(p.plan)),
         ]
         for i, p in enumerate(proposals)
     ]  # fmt: skip
-    return table(["", "step", rate, "MFU", "memory", "plan"], rows)
+    return table(["", "step", rate, "MFU", "memory", *(f"host's {NAMES[tier]}" for tier in tiers), "plan"], rows)
+
+
+def _of_host(room: Room, tier: str) -> str:
+    if tier not in room.needed:
+        return "-"
+    there = room.there(tier)
+    return f"{bytes_text(room.needed[tier])} of {'?' if there is None else bytes_text(there)}"
 
 
 def _shown(plan: str, most: int = 110) -> str:
@@ -123,6 +133,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     )
     for name, size in sorted(worst.terms.items(), key=lambda item: -item[1]):
         lines.append(f"  {size / worst.allocated:6.1%}  {bytes_text(size):>9}  {name}")
+    lines += [f"tiers keep {line}" for line in forecast.room.lines]
     lines.append("rests on:")
     lines += [f"  {name}: {basis}" for name, basis in forecast.basis.items() if basis != "none"]
     return lines

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.offload import disk_rate
+from shardwise.costs.room import Room
 from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
-from shardwise.layout.offload import canonical
+from shardwise.layout.offload import canonical, in_tier
 from shardwise.planner.candidates import Constraints, axes, family, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking, senseless
-from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
+from shardwise.planner.reasons import WITHIN, contradiction, lost, never, no_host, notes, nothing
 from shardwise.planner.subject import Subject, counts_that_do, first_devices
 from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
@@ -34,7 +36,7 @@ OFFLOADED = (
     "nothing fits in the devices' memory alone: these plans keep the optimizer's state outside of it between steps, "
     "or also what blocks keep for backward, or weights, until they are used, which each step waits for; more devices, "
     "a smaller batch or sequence, or adapters alone (--lora 16), as frozen weights have no such state, would do "
-    "without. A host's memory is not known here: how much the best takes stands at offload, in what it rests on"
+    "without. The best keeps {}"
 )
 EVERY_S = 0.3  # between two lines of progress
 # The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
@@ -45,10 +47,14 @@ ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device need as l
 
 @dataclass
 class _Looked:
-    """Result of `_look`: layouts that fit, with estimated seconds; the smallest memory of each family, in bytes."""
+    """Result of `_look`: layouts that fit, with estimated seconds; the smallest memory of each family, in bytes.
+
+    crowded  of those that fit the devices and not their host: what the nearest needs there, and its layout
+    """
 
     fits: list[tuple[float, Layout]] = field(default_factory=list)
     tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)
+    crowded: tuple[Room, Layout] | None = None
     considered: int = 0
     stopped: bool = False
 
@@ -81,7 +87,8 @@ def search(
     tiers = _tiers(cluster, subject) if constraints.offload and constraints.value("offload") is None else []
     offloaded = not looked.fits and bool(tiers)
     for tier in tiers if offloaded else ():
-        if looked.fits and subject.own:  # which would be rehearsed again
+        # a task would be rehearsed again, and a disk is slower
+        if looked.fits and (subject.own or in_tier(tier, "optimizer", "disk")):
             break
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
         more = _look(subject, cluster.world_size, asked, precision, capacity, say)
@@ -89,11 +96,14 @@ def search(
         more.fits = sorted([*looked.fits, *more.fits], key=_seconds)
         # keeps the families without offload, so that `lost` says that they need too much memory
         more.tightest |= looked.tightest
+        more.crowded = _nearer(looked.crowded, more.crowded)
         looked = more
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
         further = "; a search goes further with --max-tp, --max-pp, --max-cp and --fix" if subject.unsearched else ""
+        if looked.crowded is not None:
+            raise InputError(no_host(*looked.crowded, looked.considered, subject, cluster, precision))
         raise InputError(
             f"no plan fits of {looked.considered:,} that were looked at: the nearest, {plan_of(layout, precision)}, "
             f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device, of whose memory "
@@ -108,7 +118,7 @@ def search(
     result.notes += _half_as_good(subject, cluster, constraints, result, capacity)
     result.notes.append(f"memory: {bytes_text(capacity)} may be planned for: {_kept_free(cluster, constraints)}")
     if offloaded:
-        result.notes.insert(0, OFFLOADED)
+        result.notes.insert(0, OFFLOADED.format("; ".join(result.best.forecast.room.lines)))
     if subject.unsearched:
         result.notes.append(subject.unsearched)
     if result.stopped:
@@ -120,13 +130,16 @@ def search(
 def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
     """Returns `offload` texts to try in turn where nothing fits otherwise; [] where a figure is not known."""
     on_host = cluster.device.kind == "cpu"
-    if (cluster.device.disk_gbps if on_host else cluster.device.host_gbps) is None:
+    if (disk_rate(cluster) if on_host else cluster.device.host_gbps) is None:
         return []
     optimizer, activations = ("optimizer:disk", "activations:disk") if on_host else ("optimizer", "activations")
     weights = canonical(f"{optimizer}|parameters:disk" if on_host else "parameters")
+    disks: list[str] = []
+    if not on_host and disk_rate(cluster) is not None:  # for hosts of too little memory
+        disks = ["optimizer:disk", canonical("optimizer:disk|parameters")]
     if not subject.own:
-        return [optimizer] if on_host else [optimizer, weights]
-    return [optimizer, f"{optimizer}|{activations}", weights, canonical(f"{weights}|{activations}")]
+        return [optimizer, *([] if on_host else [weights]), *disks]
+    return [optimizer, f"{optimizer}|{activations}", weights, canonical(f"{weights}|{activations}"), *disks]
 
 
 def _on_part(
@@ -241,7 +254,10 @@ def _look(
             needed = subject.memory(layout).reserved + CONTEXT_BYTES
             if name not in looked.tightest or needed < looked.tightest[name][0]:
                 looked.tightest[name] = (needed, layout)
-            if needed <= capacity:
+            room = subject.room(layout) if needed <= capacity and layout.offload != "none" else Room()
+            if room.lacks:
+                looked.crowded = _nearer(looked.crowded, (room, layout))
+            elif needed <= capacity:
                 seconds = subject.estimate(layout)
                 looked.fits.append((seconds, layout))
                 if seconds < best:
@@ -257,6 +273,13 @@ def _look(
         looked.stopped = True
     looked.fits.sort(key=_seconds)
     return looked
+
+
+def _nearer(first: tuple[Room, Layout] | None, second: tuple[Room, Layout] | None) -> tuple[Room, Layout] | None:
+    """Returns which of two has less beyond what a host has; the other where one is None."""
+    if first is None or second is None:
+        return first or second
+    return min(first, second, key=lambda crowded: crowded[0].over)
 
 
 def _seconds(item: tuple[float, Layout]) -> float:
@@ -334,8 +357,11 @@ def _by_adapters(subject: Subject, layout: Layout, needed: float) -> str:
 
 def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
     """Returns the error for proposals none of which fits, with what the nearest needs."""
-    needed = min(p.forecast.needed_bytes for p in proposals)
-    return InputError(f"no plan fits: the nearest needs {bytes_text(needed)} of {bytes_text(capacity)}")
+    nearest = min((p.forecast for p in proposals), key=lambda forecast: forecast.needed_bytes)
+    lacks = [nearest.room.line(tier) for tier in nearest.room.lacks]
+    if nearest.needed_bytes > capacity:
+        lacks.insert(0, f"{bytes_text(nearest.needed_bytes)} of {bytes_text(capacity)}")
+    return InputError(f"no plan fits: the nearest needs {'; '.join(lacks)}")
 
 
 def _exact(

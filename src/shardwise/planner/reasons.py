@@ -8,8 +8,11 @@ from itertools import islice
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.offload import disk_rate
+from shardwise.costs.room import Room
 from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.errors import ShardwiseError
+from shardwise.layout.offload import canonical, weights_on_host
 from shardwise.layout.plan import DEGREES, Plan
 from shardwise.planner.candidates import Constraints, micro_batches, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking
@@ -191,6 +194,25 @@ def contradiction(world: int, constraints: Constraints) -> str:
         )
         return f"--fix asks for {degrees} = {plan.world_size} devices, more than the {world} of the cluster"
     return ""
+
+
+def no_host(
+    room: Room, layout: Layout, considered: int, subject: Subject, cluster: Cluster, precision: str
+) -> str:  # fmt: skip
+    """Returns why no plan fits where hosts have too little for what devices have not, and what would do."""
+    nearest = f"the nearest that fits the devices, {plan_of(layout, precision)}, keeps {'; '.join(room.lines)}"
+    weights = weights_on_host(layout.offload)
+    on_disk = canonical("optimizer:disk|parameters" if weights else "optimizer:disk")
+    more, cures = "", ["more hosts, or hosts with more", "adapters alone (--lora 16)"]
+    if "host" in room.lacks and layout.offload != on_disk:
+        moved = subject.room(layout.with_(offload=on_disk))
+        kept = f"offload={on_disk}, which keeps {'; '.join(moved.lines)}"
+        if moved.lacks:
+            more = f" Nor would {kept}."
+        else:
+            unknown = "; it is looked at where the cluster tells the rate of its hosts' disks: disk-12gb/s in its text"
+            cures.insert(0, kept + ("" if disk_rate(cluster) is not None else unknown))
+    return f"no plan fits of {considered:,} that were looked at: {nearest}.{more} What would: {', or '.join(cures)}"
 
 
 def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:

@@ -11,13 +11,16 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.offload import refuse
+from shardwise.costs.room import Room
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.precisions import BYTES, PRECISIONS
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
 from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.parts import StepContext
 from shardwise.simulator.quick import Estimator
+from shardwise.simulator.room import decoder_room
 from shardwise.simulator.step import simulate
 from shardwise.step.batching import samples_in
 from shardwise.task import Task
@@ -37,6 +40,7 @@ class Subject:
     estimate: Callable[[Layout], float]
     memory: Callable[[Layout], MemoryLedger]
     simulate: Callable[[Layout], Forecast]
+    room: Callable[[Layout], Room]  # what the tiers of one host's ranks take
     remarks: Sequence[str] = ()  # may grow while layouts are looked at
     own: bool = False  # a task that can be trained, not a shape by name
     # the same with another global batch, where that is cheap to ask for
@@ -74,6 +78,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
         lambda layout: estimators(as_planned(soft, layout)).seconds(_forecast(shape, layout)),
         lambda layout: estimators(as_planned(soft, layout)).memory(layout),
         lambda layout: simulate(shape, _forecast(shape, layout), cluster, as_planned(soft, layout)),
+        lambda layout: decoder_room(StepContext(shape, layout, cluster, as_planned(soft, layout))),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,
     )  # fmt: skip
 

@@ -340,7 +340,8 @@ def subject_of(traced: Traced, batch: int, wanted: tuple[str, ...]) -> Subject:
 
     return Subject(
         traced.task.name, units, batch, 1, layouts.candidates, estimate, lambda layout: traced.memory(layout, batch),
-        lambda layout: traced.simulate(layout, batch), traced.remarks, own=True,
+        lambda layout: traced.simulate(layout, batch), lambda layout: traced.simulate(layout, batch).room,
+        traced.remarks, own=True,
         with_batch=lambda count: subject_of(traced, count, wanted), reading=lambda: traced.reading,
         exact=lambda layout: traced.of_micro_batch(layout.micro_batch).simulate(layout, batch),
         when_long=lambda call: setattr(traced, "before_long", call), draws=lambda layout: traced.draws(layout, batch),

@@ -35,7 +35,8 @@ from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
 from shardwise.simulator.counted import Model, RankTrace, StepTrace
 from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.held import memory
+from shardwise.simulator.held import memory, policy
+from shardwise.simulator.room import traced_room
 from shardwise.simulator.traced import same_ops, simulate_traced, switches
 from shardwise.task import Task
 
@@ -356,13 +357,17 @@ class Traced:
         soft = as_planned(self.software, layout)
         ledgers, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
         if layout.tp * layout.pp * layout.ep * layout.cut_positions * layout.position_chunks > 1:
-            forecast = simulate_cut(self.cut(layout, batch), layout, *where, ledgers)
+            ranks = self.cut(layout, batch)
+            forecast = simulate_cut(ranks, layout, *where, ledgers)
         else:
             model = self.model(BlockMemory.of(layout), layout.dp, layout.micro_batch)
             if self._cuts(layout).sharded.weights:
                 # zero=3 gathers the engine's units, which need not be the repeated blocks
                 model = replace(model, gathered=tuple(self.cut(layout, batch)[0].small.units))
+            ranks = [model]
             forecast = simulate_traced(model, layout, *where, ledgers)
+        states = policy(self.precision, ranks[0].update.state_elements, layout)
+        forecast.room = traced_room(ranks, layout, self.cluster, states)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
         forecast.samples = batch if uneven else layout.global_batch
         # the model's, not what ranks do twice; of the smaller micro-batch by its own trace, which may be the only one

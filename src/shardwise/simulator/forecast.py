@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
+from shardwise.costs.room import Room
 
 ROUNDING = 1.001
 
@@ -27,6 +28,7 @@ class Forecast:
     timeline      (lane, name, start, end), seconds
     halos         bytes that a tile is sent by others in a step, by the link over which they come
     basis         what each kind of figure rests on: measured, formula, assumed
+    room          what tiers take of one host, over all its ranks
     """
 
     step_s: float
@@ -44,6 +46,7 @@ class Forecast:
     timeline: list[tuple[str, str, float, float]] = field(default_factory=list)
     halos: dict[str, float] = field(default_factory=dict)
     basis: dict[str, str] = field(default_factory=dict)
+    room: Room = field(default_factory=Room)
 
     @property
     def laid_out(self) -> list[tuple[str, str, float, float]]:
@@ -94,8 +97,15 @@ class Forecast:
         return price * self.world_size / 3600 / rate * 1e6, what
 
     def fits(self, capacity: float) -> bool:
-        """Whether the fullest rank fits in `capacity` bytes."""
-        return self.needed_bytes <= capacity
+        """Whether the fullest rank fits in `capacity` bytes, and what lies in tiers in a host that is known."""
+        return self.needed_bytes <= capacity and not self.room.lacks
+
+    def shortage(self, capacity: float) -> str:
+        """Returns what a device of `capacity` bytes, or its host, has too little of; "" where all fits."""
+        lacks = [self.room.line(tier) for tier in self.room.lacks]
+        if self.needed_bytes > capacity:
+            lacks.insert(0, f"{self.needed_bytes / 1e9:.1f} GB of {capacity / 1e9:.1f} GB")
+        return "; ".join(lacks)
 
     @property
     def worst(self) -> MemoryLedger:
@@ -124,4 +134,5 @@ class Forecast:
                 for m in self.memory
             ],
             "basis": dict(self.basis),
+            "host": self.room.as_dict(),
         }

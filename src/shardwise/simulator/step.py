@@ -31,6 +31,7 @@ from shardwise.simulator.parts import (
     sent_beside,
     sharing,
 )
+from shardwise.simulator.room import decoder_room
 from shardwise.simulator.stages import pipelined
 
 PLAYED = 4  # micro-batches of a ZeRO step that are played; more repeat the last
@@ -54,6 +55,7 @@ def simulate(
     }
     most = stage_parameters(shape, layout, shape.layers / layout.pp, first=layout.pp == 1, last=True)
     forecast.basis |= offload_basis(step, most)
+    forecast.room = decoder_room(step)
     layer, layers = block.layer(), shape.layers / layout.pp
     computes = layer.forward + layer.backward_input + layer.backward_weight
     forecast.basis |= host_basis(step.kernels, layers * sum(block.started), layers * computes)

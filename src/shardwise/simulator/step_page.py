@@ -46,8 +46,7 @@ def _misfit(forecast: Forecast, capacity: float | None) -> str:
     """Returns a warning where the plan does not fit in `capacity` bytes, else ""."""
     if capacity is None or forecast.fits(capacity):
         return ""
-    needed, there = (_readable(size / 1e9, "GB") for size in (forecast.needed_bytes, capacity))
-    return f"<p><b style='color:#c00'>DOES NOT FIT: {needed} of {there}</b></p>"
+    return f"<p><b style='color:#c00'>DOES NOT FIT: {html.escape(forecast.shortage(capacity))}</b></p>"
 
 
 def _readable(value: float, unit: str) -> str:

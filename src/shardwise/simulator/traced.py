@@ -203,11 +203,17 @@ def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float
     return {name: value for name, value in by_name.items() if value}
 
 
-def _tiers(model: Model, layout: Layout, cluster: Cluster, states: States) -> Offloaded:
+def updated_elements(model: Model, layout: Layout) -> float:
+    """Returns the elements of the parameters that a rank updates."""
     elements = sum(size * times for size, times in model.small.sizes.items())
-    over = layout.shard_ranks if layout.sharded.state else 1
+    return elements / (layout.shard_ranks if layout.sharded.state else 1)
+
+
+def _tiers(model: Model, layout: Layout, cluster: Cluster, states: States) -> Offloaded:
     update = sum(moved for _, moved in model.update.work) * states.held / 4  # it was seen in float32
-    return offloaded(elements / over, resting(states, layout, model.update.coded), layout, cluster, update)
+    return offloaded(
+        updated_elements(model, layout), resting(states, layout, model.update.coded), layout, cluster, update
+    )
 
 
 def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, update_s: float) -> float:
@@ -222,15 +228,14 @@ def tiers_basis(model: Model, layout: Layout, cluster: Cluster, states: States) 
     return {"offload": told(_tiers(model, layout, cluster, states), cluster)}
 
 
-def _moves(ranks: Sequence[Model], layout: Layout, cluster: Cluster) -> Moves:
-    """Returns the cost of the activations that move with a micro-batch, of the rank that moves most."""
+def activation_bytes(ranks: Sequence[Model], layout: Layout) -> dict[str, float]:
+    """Returns by tier the bytes of activations that move with a micro-batch, of the rank that moves most."""
     tiers = {tier for rank in ranks for tier in rank.small.put}
     micro = layout.micro_batch
-    put = {
+    return {
         tier: max(rank.linear(rank.small.put.get(tier, 0), rank.large.put.get(tier, 0), micro) for rank in ranks)
         for tier in sorted(tiers)
     }
-    return moves(put, layout, cluster)
 
 
 def _moved(
@@ -239,7 +244,7 @@ def _moved(
     """Returns, by name, the cost of what comes and goes with a micro-batch on the rank with most, and its remark."""
     costs: dict[str, tuple[Moves, Callable[[Moves, float], str]]] = {}
     if placements(layout.offload, "activations"):
-        costs["activations that move"] = (_moves(ranks, layout, cluster), moves_told)
+        costs["activations that move"] = (moves(activation_bytes(ranks, layout), layout, cluster), moves_told)
     if placements(layout.offload, "parameters"):
         elements = max(rank.small.shard_elements or rank.small.parameters / layout.shard_ranks for rank in ranks)
         if weights_on_host(layout.offload):
