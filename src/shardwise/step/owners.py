@@ -174,6 +174,7 @@ class OwnedMasters:
         for index, whole in enumerate(wholes):
             kinds.append(whole.dtype)
             if shard is None and index not in self._cut:
+                # what tp leaves whole every rank has already: a copy would cost memory, and drift from the weight
                 self.masters[index] = self._slot[index].master
                 self._own.add(index)
             elif self._owns(index):
@@ -262,5 +263,6 @@ class OwnedMasters:
 
         In order: of ranks without it some send what the next one overwrites.
         """
+        # over tp first: all of its groups send, though only the one in which the owner lies has something to tell
         of_shares = [(self._tensor.axis, self.share_owner_of[index])] if self._tensor and index in self._cut else []
         return of_shares + ([(self.axis, self.owner_of[index])] if self.axis is not None else [])

@@ -155,9 +155,7 @@ def verify_script(
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
     if not parity.equal:
-        for step, record in enumerate(first.steps):
-            if any(not math.isfinite(loss) for loss in record.losses):
-                raise InputError(f"verify: in one process the loss of step {step} is not finite: nothing equals that")
+        _refuse_not_finite(first)
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
         if without_losses:
@@ -172,6 +170,13 @@ def verify_script(
     if chosen is not None:
         receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
     return parity
+
+
+def _refuse_not_finite(first: ScriptRecord) -> None:
+    """Raise `InputError` where a loss of the one process is not finite, which no run would equal."""
+    for step, record in enumerate(first.steps):
+        if any(not math.isfinite(loss) for loss in record.losses):
+            raise InputError(f"verify: in one process the loss of step {step} is not finite: nothing equals that")
 
 
 def _against(first: ScriptRecord, other: ScriptRecord, *, starts: bool = True) -> Parity:
