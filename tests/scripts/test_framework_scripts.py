@@ -57,6 +57,28 @@ def test_a_script_that_insists_on_float32_is_proven_in_it(pool: RankPool, tmp_pa
     assert not prove(path, path.name, pool, FOLDER / path.name).equal
 
 
+@pytest.mark.long
+def test_rounding_of_16_bits_in_a_script_that_insists_on_float32_is_no_difference(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "fsdp2_gpt.py"
+    text = (FOLDER / path.name).read_text()
+    policy = "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
+    insists = "assert next(model.parameters()).dtype == torch.float32"
+    for whole, by in (
+        ("import fully_shard", "import MixedPrecisionPolicy, fully_shard"),
+        ("fully_shard(block)", f"fully_shard(block, {policy})"),
+        ("fully_shard(model)", f"{insists}; fully_shard(model, {policy})"),
+    ):
+        assert text.count(whole) == 1
+        text = text.replace(whole, by)
+    path.write_text(text)
+    parity = prove(path, path.name, pool)
+    assert parity.equal and not parity.parity and "16 bits" in parity.text(), parity.text()
+    path.write_text(text.replace("loss.backward()", "(1.1 * loss).backward()"))
+    assert not prove(path, path.name, pool, FOLDER / path.name).equal
+
+
 def test_a_loss_that_is_not_finite_is_bad_input(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "ddp_images.py"
     path.write_text((FOLDER / path.name).read_text().replace("loss.backward()", "(loss * float('nan')).backward()"))

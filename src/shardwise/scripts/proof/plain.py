@@ -91,8 +91,7 @@ class Plain:
         self.notices: list[str] = []
         self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
         self._calls = 0
-        if recorder.job.nudge:
-            nudge(self.model.parameters(), recorder.job.nudge)
+        nudge(self.model.parameters(), recorder.job)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
         self._hook(optimizer)

@@ -73,6 +73,7 @@ class ScriptRecord:
     raised_eps: bool = False
     drew: set[int] = field(default_factory=set)  # steps within which random numbers were drawn after the batch came
     failed: tuple[str, str] | None = None  # (kind and message, traceback)
+    eps: float = 0.0  # of the coarsest dtype of 16 bits that it computes in, in its own precision
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class ScriptJob:
     shorten     batches of an epoch that are kept beside its last one; None: all
     apart       ranks also keep what each backward asks of their own samples, to find the cause of a difference
     exact       in float64; False: in the script's own precision
-    nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it
+    nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it; by `eps` where that is
+                larger
     foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
     folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
     """
@@ -101,6 +103,7 @@ class ScriptJob:
     scope: str | None = None
     exact: bool = True
     nudge: int = 0
+    eps: float = 0.0
     foreign: bool = False
     folder: str = "."
     stands_in: bool = True
@@ -253,14 +256,16 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
 
 
 @torch.no_grad()
-def nudge(params: Iterable[torch.Tensor], seed: int) -> None:
-    """Move each element of the weights by one epsilon, up or down."""
-    generator = torch.Generator().manual_seed(seed)
+def nudge(params: Iterable[torch.Tensor], job: ScriptJob) -> None:
+    """Move each element of the weights by one epsilon, up or down, where the job asks for it."""
+    if not job.nudge:
+        return
+    generator = torch.Generator().manual_seed(job.nudge)
     for param in params:
         if param.is_floating_point():
             values = param.to_local() if hasattr(param, "to_local") else param  # of a DTensor in one process: all of it
             signs = torch.randint(0, 2, values.shape, generator=generator).to(values) * 2 - 1
-            values.mul_(1 + signs * torch.finfo(values.dtype).eps)
+            values.mul_(1 + signs * max(torch.finfo(values.dtype).eps, job.eps))
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,8 +25,8 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.ranks.script import HIDDEN
@@ -58,7 +58,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
 
             inside.enter_context(TorchHooks(recorder))
         try:
-            with _in_double() if asked.exact else nullcontext():
+            with _in_double() if asked.exact else CoarsestDtype(recorder.record):
                 _run(asked, recorder)
         except Enough:
             pass
@@ -166,6 +166,21 @@ class WideDouble(KeepDouble):
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(numbers)
             return _wide(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class CoarsestDtype(TorchDispatchMode):
+    """Context: notes in a record the largest epsilon among the floating dtypes that operations give."""
+
+    def __init__(self, record: ScriptRecord) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype.itemsize == 2 and leaf.is_floating_point():
+                self._record.eps = max(self._record.eps, torch.finfo(leaf.dtype).eps)
+        return given
 
 
 def _widening(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,9 +75,8 @@ class TorchHooks:
             if held and not torch.is_grad_enabled() and not module.training:
                 self._recorder.met("an evaluation")
             return
-        if self._recorder.job.nudge:
-            met = {id(param) for root in self._roots for param in root.parameters()}
-            nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job.nudge)
+        met = {id(param) for root in self._roots for param in root.parameters()}
+        nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job)
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
         # behind forward, since a hook before it would miss the call at hand, and torch's global ones get no keywords
         self._stack.callback(module.register_forward_hook(self._given, with_kwargs=True).remove)

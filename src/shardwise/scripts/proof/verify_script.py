@@ -127,7 +127,7 @@ def verify_script(
     runs = _Runs(pool, timeout_s)
     say(f"verify: {asked.path} in one process, in float64")
     parity = Parity("", 0)
-    asked, first = _one_process(runs, asked, one, parity)
+    asked, first, failed = _one_process(runs, asked, one)
     chosen = _plan_of(plan, first, asked)
     reference = _as_reference(asked, against, one)
     own = first
@@ -142,11 +142,20 @@ def verify_script(
             first = runs.alone(reference)
     world = chosen.world_size if chosen is not None else int(nproc or 1)
     parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
-    parity.bars = parity.bars or dict(FLOAT64_BARS)
     say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
     records = _on_ranks(runs, asked, chosen, parity)
+    if parity.error and asked.exact:
+        say("verify: that fails; the same in the script's own precision")
+        asked, reference = replace(asked, exact=False), replace(reference, exact=False)
+        records = _on_ranks(runs, asked, chosen, replace(parity))
+        if records is not None:
+            first = own = runs.alone(reference)
+            failed, parity.error = parity.error, None
     if records is None:
         return parity
+    parity.bars = dict(FLOAT64_BARS)
+    if not asked.exact:
+        _set_bars(runs, reference, first, records, parity, failed)
     many = joined(records, foreign=asked.foreign)
     without_losses = against is not None and chosen is not None and chosen.accumulate > 1
     if without_losses:
@@ -352,29 +361,36 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
     return chosen
 
 
-def _one_process(runs: _Runs, asked: ScriptJob, one: str | None, parity: Parity) -> tuple[ScriptJob, ScriptRecord]:
-    """Returns the job in float64, and what one process did. Where the script fails in float64: in its own precision,
-    with bars that are taken from one process whose weights are moved by one epsilon. Raises `InputError` where it
-    fails there too."""
-    reference = _as_reference(asked, None, one)
-    exact = runs.in_one(reference)
+def _one_process(runs: _Runs, asked: ScriptJob, one: str | None) -> tuple[ScriptJob, ScriptRecord, str]:
+    """Returns the job in float64, what one process did, and ""; where the script fails in float64: the job in its own
+    precision, what one process did in it, and the failure. Raises `InputError` where it fails there too."""
+    exact = runs.in_one(_as_reference(asked, None, one))
     if exact.failed is None:
-        return asked, exact
+        return asked, exact, ""
     own = replace(asked, exact=False)
     record = runs.alone(_as_reference(own, None, one))
+    what, trace = exact.failed
     if not record.steps:
-        what, trace = exact.failed
         raise InputError(f"verify: the script runs in one process, and not in float64: {what}\n{trace.rstrip()}")
+    return own, record, what
+
+
+def _set_bars(
+    runs: _Runs, reference: ScriptJob, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity, failed: str
+) -> None:  # fmt: skip
+    """Set bars and noise of a proof in the script's own precision, by the one process whose weights are moved by one
+    epsilon of the coarsest dtype that either side computes in."""
+    eps = max(record.eps for record in (first, *ranks))
     noise: Noise = {}
     for seed in range(1, NUDGES + 1):
-        other = runs.alone(replace(_as_reference(own, None, one), nudge=seed))
-        steps = min(len(record.steps), len(other.steps))
-        add_noise(noise, record_of(record, [record], steps), record_of(other, [other], steps))
+        other = runs.alone(replace(reference, nudge=seed, eps=eps))
+        steps = min(len(first.steps), len(other.steps))
+        add_noise(noise, record_of(first, [first], steps), record_of(other, [other], steps))
     parity.float64, parity.noise = False, noise
     parity.own_bars = {which: bar_of(error) for which, error in noise.items()}
     parity.bars = dict.fromkeys(KINDS, LEAST_BAR) | {kind: bar_of(noise[kind, ""]) for kind in ("loss", "norm")}
-    parity.notes.append(f"compared in the script's own precision, since in float64 it fails with: {exact.failed[0]}")
-    return own, record
+    hides = ", of 16 bits, whose rounding hides what float64 finds" if eps else ""
+    parity.notes.append(f"compared in the script's own precision{hides}, since in float64 it fails with: {failed}")
 
 
 def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[ScriptRecord] | None]:
