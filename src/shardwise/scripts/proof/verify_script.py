@@ -209,7 +209,9 @@ def _on_ranks(
     except RunError as error:
         parity.error = _failed_on_ranks(error, asked.path)
         return None
-    if asked.foreign and parity.world_size > 1 and all(_losses(each) == _losses(records[0]) for each in records):
+    losses = [[step.losses for step in record.steps] for record in records]
+    alike = all(of_rank == losses[0] for of_rank in losses) and any(map(any, losses[0]))  # zeros tell nothing
+    if asked.foreign and parity.world_size > 1 and alike:
         parity.unproven.append(
             "every rank has the same losses: each may have trained by itself on the same samples. A script for "
             "--nproc sets up its ranks from RANK and WORLD_SIZE (torch.distributed.init_process_group)"
@@ -328,10 +330,6 @@ def _as_reference(asked: ScriptJob, against: str | Path | None, one: str | None)
     if against is None:
         return replace(asked, arguments=words)
     return replace(asked, path=str(Path(against).resolve()), arguments=words, foreign=True, plan=None, shorten=None)
-
-
-def _losses(record: ScriptRecord) -> list[list[float]]:
-    return [step.losses for step in record.steps]
 
 
 def _leave_losses(one: ScriptRecord, many: ScriptRecord, parity: Parity) -> None:
