@@ -65,6 +65,13 @@ def test_steps_of_a_task_are_looked_at_in_the_plans_precision(place: int, told: 
     assert any(sentence.startswith(told) for sentence in parity.differences), parity.text()
 
 
+def test_what_is_sent_narrow_under_a_wide_plan_is_told(pool: RankPool) -> None:
+    where, old, new, _, told = BUGS[4]  # float64 keeps such casts wide: values do not show it
+    ranks = BuggyPool(pool, Bug("", PLACES + where, old, new, "", "dp_replicate=2"))
+    parity = verify("shardwise.models.tasks:mlp", "dp_replicate=2", steps=1, pool=ranks, timeout_s=100)
+    assert any(sentence.startswith(told) for sentence in parity.differences), parity.text()
+
+
 def test_a_task_that_one_process_cannot_run_in_a_precision_is_told(pool: RankPool) -> None:
     parity = verify("unusual_tasks:glow", "dp_replicate=2,precision=bf16", steps=1, pool=pool, timeout_s=100)
     assert parity.parity and any("dtypes are not proven: one process fails in bf16" in note for note in parity.notes)
