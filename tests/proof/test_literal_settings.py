@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mutations.plant import Bug, planted
+from torch import nn
 
+from shardwise import Task
+from shardwise.adapters import with_lora
 from shardwise.config import load
-from shardwise.proof.literal_settings import differences
+from shardwise.config.schema import LoraSection
+from shardwise.proof.literal_settings import _adapters, differences
 from shardwise.training.job import make_job
 from shardwise.training.learning_rates import make_schedule
 
@@ -50,3 +55,20 @@ def test_what_is_settled_otherwise_is_told(
 ) -> None:  # fmt: skip
     with planted(Bug("", where, old, new, "", "")) as ran:
         assert told(tmp_path, *overrides) and ran()
+
+
+class Scaled(nn.Module):
+    """A module with a number named `scaling`, as attention has one, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.out, self.scaling = nn.Linear(4, 4), nn.Linear(4, 4), 0.5
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj"], ["q_*", "out"]])
+def test_adapters_of_every_target_are_those_that_are_asked_for(targets: list[str]) -> None:
+    section = LoraSection(rank=2, alpha=3.0, targets=targets)
+    job = SimpleNamespace(build_task=lambda: with_lora(Task(Scaled, sum, batch=abs), section))
+    assert _adapters(section, job) == []
+    for other in ({"alpha": 4.0}, {"dropout": 0.5}, {"targets": ["out"]}):
+        assert len(_adapters(section.model_copy(update=other), job)) == 1, other

@@ -131,8 +131,8 @@ class LoraSection(Section):
     targets: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more)] = Field(
         default=["all-linear"],
         min_length=1,
-        description='layers with adapters: ends of their names with * and ?, "q_proj"; "all-linear": all but the '
-        "output's",
+        description='layers with adapters: ends of their names with * and ?, "q_proj"; "all-linear": all, '
+        "of transformers' models but the output's",
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="chance that a feature is dropped before an adapter")
     rslora: bool = Field(default=False, description="multiplied by alpha / sqrt(rank) instead")

@@ -71,8 +71,9 @@ def _adapters(lora: Any, job: Any) -> list[str]:
     if expected != adapted:
         path = min(expected ^ adapted)
         return [f"'{path}' has {'an' if path in adapted else 'no'} adapter, and [lora] names {sorted(expected)}"]
-    for path, layer in model.named_modules():
-        for name, scaling in getattr(layer, "scaling", {}).items():
+    for path in sorted(adapted):
+        layer: Any = model.get_submodule(path)
+        for name, scaling in layer.scaling.items():
             dropped = getattr(layer.lora_dropout[name], "p", 0.0)
             if (layer.r[name], dropped) != (lora.rank, lora.dropout) or abs(scaling - factor) > NEAR * abs(factor):
                 return [f"the adapter of '{path}' has rank {layer.r[name]}, factor {scaling:g} and dropout "
@@ -87,10 +88,10 @@ def _is_adapted(layer: Any) -> bool:
 def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
     """Returns the paths of the layers that `[lora] targets` name: ends of paths, part by part."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    paths = set()
+    paths, inside = set(), tuple(f"{path}." for path, layer in model.named_modules() if _is_adapted(layer))
     for path, layer in model.named_modules():
         base = getattr(layer, "base_layer", layer)
-        if not (isinstance(base, torch.nn.Linear) or type(base).__name__ == "Conv1D") or "base_layer" in path:
+        if not (isinstance(base, torch.nn.Linear) or type(base).__name__ == "Conv1D") or path.startswith(inside):
             continue
         parts = path.split(".")
         for target in targets:
