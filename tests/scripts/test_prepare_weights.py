@@ -219,6 +219,17 @@ def test_a_run_goes_on_within_an_epoch_under_another_plan(
         close(found, alone)
 
 
+def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    prepared = shardwise.prepare(model, adamw(model), DataLoader(samples(12), batch_size=4), plan="single")
+    shardwise.save(prepared, tmp_path)
+    schedule = torch.optim.lr_scheduler.StepLR(prepared.optimizer, 3)
+    shardwise.save(prepared, tmp_path, state={"schedule": schedule.state_dict()})
+    assert not capsys.readouterr().err
+    shardwise.save(prepared, tmp_path, epoch=1)
+    assert "begins its schedule anew" in capsys.readouterr().err
+
+
 def test_what_a_script_gives_comes_back_as_it_was(tmp_path: Path) -> None:
     model = net()
     prepared = shardwise.prepare(model, adamw(model), DataLoader(samples(12), batch_size=4), plan="single")

@@ -1,7 +1,8 @@
 """Which modules get adapters: patterns of `[lora] targets` matched against a model's linear layers.
 
 A pattern is the end of a module's path (`q_proj`, `self_attn.q_proj`) or a whole path, with `*` and `?` within one
-part of it (`layers.*.mlp.up_proj`); `all-linear` is every linear layer, of a transformers model but the one that makes the output.
+part of it (`layers.*.mlp.up_proj`); `all-linear` is every linear layer, of a transformers model but the one that makes
+the output.
 """
 
 from __future__ import annotations

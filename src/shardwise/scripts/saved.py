@@ -27,6 +27,12 @@ from shardwise.scripts.proof.recorder import recorder
 from shardwise.scripts.reading import Generators
 from shardwise.scripts.script_lines import names_line
 
+NO_SCHEDULE = (
+    "a scheduler sets the optimizer's learning rate, and is not among what shardwise.save is given, so that a script "
+    "which goes on begins its schedule anew: shardwise.save(prepared, folder, scheduler=scheduler.state_dict()), and "
+    'scheduler.load_state_dict(shardwise.load(prepared, folder)["scheduler"])'
+)
+
 
 @names_line
 def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any) -> Path:
@@ -46,6 +52,8 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
     engine, given = prepared.engine, {name: _node_of(name, value) for name, value in fields.items()}
     prepared.meet("shardwise.save(...)", always=True)
     prepared.compare()
+    if not _has_schedule(fields) and any("initial_lr" in group for group in prepared.optimizer.param_groups):
+        prepared._notices.say([NO_SCHEDULE])
     loader, calls = prepared.loader, prepared.calls
     stand = Generators(loader.whole).as_json()
     told = {"loader": loader.position(), "generators": stand, "forwards": calls.forwards, "given": given}
@@ -86,6 +94,11 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
     if any(list(leaves(node)) for node in given.values()):
         raise InputError("the checkpoint's fields name tensors, which a script's have not")
     return {name: decoded(node, None, torch.device("cpu"), near=False) for name, node in given.items()}
+
+
+def _has_schedule(fields: Any) -> bool:
+    """Returns whether a scheduler's state is among the fields, or within one of them."""
+    return isinstance(fields, dict) and ("last_epoch" in fields or any(map(_has_schedule, fields.values())))
 
 
 def _node_of(name: str, value: Any) -> Node:
