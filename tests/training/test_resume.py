@@ -34,7 +34,7 @@ from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.training.holding import LOCK, held
 from shardwise.training.keeping import Stopping
-from shardwise.training.resume import ARRAY_TASK, STOPPED, find_run, mark_stopped, settings_of
+from shardwise.training.resume import ARRAY_TASK, STOPPED, find_run, mark_stopped, of_another_plan, settings_of
 
 # --- engines: every later loss and the final weights
 
@@ -193,6 +193,13 @@ def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
     with pytest.raises(InputError, match=r"does not fit.*: it lacks model/"):
         shardwise.train(odd, steps=9, resume="alone/step-00000005", out="others")
     assert not os.listdir("others")
+
+
+def test_what_another_plan_has_in_common_is_said_as_it_is() -> None:
+    single = Plan.parse("dp_shard=2,zero=3")
+    assert of_another_plan(single, Plan.parse("tp=2")).endswith("in the same order, sums in another")
+    other = of_another_plan(single, Plan.parse("pp=2,microbatches=2"))
+    assert "with 2 micro-batches a step where that had 1" in other and "batch norm" in other
 
 
 def test_a_task_that_was_edited_since_its_checkpoint_is_told(here):

@@ -26,7 +26,9 @@ def _plan(summary: dict[str, Any]) -> str:
 
 def _steps(summary: dict[str, Any]) -> str:
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
-    return f"{summary['steps']} in {summary['seconds']:.1f} s{skipped}"
+    before = summary.get("before", 0)  # taken by the run that this one goes on from
+    here = f", the last {summary['steps'] - before}" if before else ""
+    return f"{summary['steps']}{here} in {summary['seconds']:.1f} s{skipped}"
 
 
 def _loss(summary: dict[str, Any]) -> str:

@@ -262,6 +262,11 @@ def _notes(plan: Plan, float64: bool) -> list[str]:
         notes.append(f"precision={plan.precision} is proven in float64: the layout, not the rounding")
     if plan.compile:
         notes.append("compile=true is left out of the proof: masks by global index need eager ops")
+    if plan.step_microbatches > plan.accumulate:
+        notes.append(
+            f"one process takes a step in {plan.step_microbatches} micro-batches too, as the plan's stages do: what "
+            "looks at one as a whole (batch norm) differs from a plan with fewer"
+        )
     return notes
 
 

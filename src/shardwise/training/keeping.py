@@ -34,10 +34,11 @@ from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
+from shardwise.layout import Plan
 from shardwise.look.ranks_alike import HeldAlike
 from shardwise.ranks.start_ranks import stop_signals
 from shardwise.training.job import Job
-from shardwise.training.resume import STOPPED, changes, home_of, settings_of, task_digest
+from shardwise.training.resume import STOPPED, changes, home_of, of_another_plan, settings_of, task_digest
 from shardwise.training.stragglers import Stragglers
 
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
@@ -166,7 +167,7 @@ class Keeper:
                 f"{name} was edited since the checkpoint: what it says now (model, loss, data) is trained on"
             )
         if not restored.same_plan:
-            notices.append("another plan than the checkpoint's: the same samples in the same order, sums in another")
+            notices.append(of_another_plan(Plan.parse(fields["plan"]), self.engine.plan))
         self.engine.notices.extend(notices)
         if self.engine.rank == 0:
             self._set_aside(restored)

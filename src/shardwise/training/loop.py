@@ -376,6 +376,7 @@ class _Rank:
             "plan": str(plan),
             "world_size": plan.world_size,
             "steps": self.job.steps,
+            "before": self.first,
             "skipped": self.skipped,
             "seconds": seconds,
             "step_s": median(seconds for _, seconds in self.step_times) if self.step_times else None,

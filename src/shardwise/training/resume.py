@@ -15,6 +15,7 @@ from shardwise.config import Effective
 from shardwise.config.effective import NO_TASK
 from shardwise.config.schema import BUILTINS, NOT_TRAINED
 from shardwise.errors import InputError
+from shardwise.layout import Plan
 from shardwise.task_files import is_run
 
 CHECKPOINTS = "checkpoints"
@@ -83,6 +84,17 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not NOT_TRAINED.fullmatch(key)
     ]
+
+
+def of_another_plan(before: Plan, now: Plan) -> str:
+    """Returns what a run under another plan than its checkpoint's has in common with the one before."""
+    many, were, same = now.step_microbatches, before.step_microbatches, "the same samples in the same order"
+    if many == were:
+        return f"another plan than the checkpoint's: {same}, sums in another"
+    return (
+        f"another plan than the checkpoint's, with {many} micro-batches a step where that had {were}: {same}; masks of "
+        "dropout, and what looks at a micro-batch as a whole (batch norm), are others"
+    )
 
 
 def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path | None, Path | None, list[str]]:
