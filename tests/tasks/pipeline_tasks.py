@@ -694,3 +694,66 @@ class OneByOne(nn.Module):
 
 def one_by_one() -> Task:
     return task(OneByOne)
+
+
+class WritesFirst(nn.Module):
+    """A layer that writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.layer(torch.tanh(x))
+
+
+class WritesIntoSlices(nn.Module):
+    """Layers that write into a slice of what the one before made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WritesFirst() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for block in self.blocks:
+            x = block(x)[:, WIDTH:]
+        return self.head(x)
+
+
+def writes_into_slices() -> Task:
+    return task(WritesIntoSlices)
+
+
+class GivesAll(nn.Module):
+    """Layers whose sums, and slices of what they make, are in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        sums, slices = [], []
+        for block in self.blocks:
+            made = block(torch.tanh(x))
+            x = made[:, WIDTH:]
+            sums.append(made.sum())
+            slices.append(made[:, 1:WIDTH])
+        return self.head(x), sums, slices
+
+
+def _writes(output: tuple[Tensor, list[Tensor], list[Tensor]], batch: Any) -> tuple[Tensor, int]:
+    result, sums, slices = output
+    total = sums[0]
+    for term in sums[1:]:
+        total += term
+    for part in slices[:-1]:
+        part *= batch["x"][:, 1:]
+    return squares(result, batch)[0] + 0.01 * total + slices[0].sum(), len(result)
+
+
+def loss_that_writes() -> Task:
+    return task(GivesAll, loss=_writes)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from shardwise.comm import Axis, gather_json
 from shardwise.errors import RefusedPlan
@@ -73,6 +73,8 @@ class StagedForward(Forward):
             return self.module(*args, **kwargs)
 
         output = self.staged.run(index, inbox, run, tape)
+        if index == self.last:
+            output = _to_be_written(output, {id(leaf) for leaf in self.staged.taken})
         # what the last stage makes is the output, which the loss differentiates
         if tape is not None and index < self.last:
             tape.sent(output)
@@ -132,6 +134,19 @@ class StagedForward(Forward):
             )
         terms = {k: Extra(torch.tensor(v[0], dtype=torch.float64), v[1]) for k, v in extras.items()}
         return Loss(torch.tensor(total, dtype=torch.float64), weight, terms)
+
+
+def _to_be_written(output: Any, received: set[int]) -> Any:
+    """Returns an output in which copies stand for what was received and is given on: a loss may not write into leaves.
+
+    received  ids of the leaves
+    """
+
+    def copied(leaf: Any) -> Any:
+        own = not isinstance(leaf, torch.Tensor) or received.isdisjoint((id(leaf), id(leaf._base)))
+        return leaf if own else leaf.clone()
+
+    return tree_map(copied, output) if received else output
 
 
 def _no_loss(device: torch.device) -> Loss:

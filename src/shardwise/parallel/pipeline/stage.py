@@ -372,6 +372,7 @@ class StagedModule:
         assert stage is not None and stage.entry is not None
         if self._entered:  # at one of the calls before, which chance leaves out of other forwards
             return
+        self._entered = True  # what follows is no longer answered by shape
         if self._shared is None:
             torch.set_grad_enabled(self._grad)
         read_ahead(False)
@@ -385,7 +386,6 @@ class StagedModule:
         if self._tape is not None:
             self._tape.received(leaves)
         self._made_up.clear()
-        self._entered = True
 
     def _put(self, target: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
         """Write what was received into `target`, which the caller holds; `written`: the forward writes into it later.
@@ -404,6 +404,8 @@ class StagedModule:
                 f"at {self._stage.entry.call.label} a tensor arrives for one that this stage's own forward computes of "
                 "the batch with gradients, which it takes itself: name other places with stages="
             )
+        if needs_gradient and written and target._is_view():  # made without gradients, it would bear no step of a graph
+            torch.utils.swap_tensors(target, received.detach())
         overwrite(target, received.detach(), self.axes)
         if not needs_gradient:
             return
