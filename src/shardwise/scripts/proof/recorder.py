@@ -30,6 +30,7 @@ from shardwise.proof.record import Tensors, kept_state
 from shardwise.scripts.reading import standing
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
+ENDLESS = 10**6  # batches of an epoch whose last is not looked for: a sampler with replacement may promise any number
 BESIDE, SUMMED = "a loader beside the main one", "a sum over ranks"  # of what a script met
 
 
@@ -337,7 +338,9 @@ def shortened(loader: Any, recorder: ScriptRecorder) -> Any:
         many = len(loader.batch_sampler)
     except TypeError:
         many = 0
-    if many > count + 1:
+    if many > ENDLESS:
+        recorder.record.notices.append(f"scope: epochs of {many} batches were begun, and none came to its end")
+    elif many > count + 1:
         vars(loader)["batch_sampler"] = FirstAndLast(loader.batch_sampler, count)  # DataLoader refuses an assignment
         note = f"scope: epochs of {many} batches are shortened to their first {count} and their last; --steps all: none"
         recorder.record.notices.append(note)
