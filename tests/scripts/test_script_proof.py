@@ -164,11 +164,12 @@ class Shaped(nn.Tanh):
 model = nn"""
 
 
-def test_a_remedy_is_tried_before_it_is_told(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("noise", "cause"), [("", "loss_scope"), (" + torch.randn_like(x)", "draws")])
+def test_a_remedy_is_tried_before_it_is_told(noise: str, cause: str, pool: RankPool, tmp_path: Path) -> None:
     """A model that shapes gradients by all samples: the loss of whole batches is no remedy, the model on them is."""
     shaped = PREPARED.replace("nn.Tanh()", "Shaped()").replace("\nmodel = nn", UNIT)
-    parity = prove(pool, tmp_path, shaped)
-    assert parity.cause is not None and parity.cause.name == "loss_scope", parity.text()
+    parity = prove(pool, tmp_path, shaped.replace("model(x", f"model(x{noise}"))
+    assert parity.cause is not None and parity.cause.name == cause, parity.text()
     assert 'Take prepare(..., loss_scope="model")' in parity.cause.text and "it was tried" in parity.cause.text
 
 

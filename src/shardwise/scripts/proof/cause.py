@@ -72,8 +72,8 @@ CAUSES = {
     "kept": "the first step is equal, and from step {} on the loss or its gradients differ: it is computed from "
     "what the script or the model keeps of a rank's own samples (a queue, a running mean, a center). Make it of all "
     'samples, with prepared.sum or prepared.gather, or take prepare(..., loss_scope="global")',
-    "draws": "random numbers are drawn in step {} whose use differs between ranks and one process: numbers for samples "
-    "must be drawn by torch, with a dim that counts the samples",
+    "draws": "the ranks' losses do not add up to that of one process, and random numbers are drawn in step {}: draw "
+    "those for samples by torch, with a dim that counts the samples; else what one sample asks depends on others. {}",
     "loss_scope": "the loss does not add up over samples: what one sample asks depends on the others of the batch, and "
     "no sum of the ranks' gradients is that of one process ({:.0e} is left over). {}",
     "gradients_kept": "gradients of step {} begin with those of the step before, which one process takes away: call "
@@ -131,7 +131,7 @@ class Cause:
     @property
     def text(self) -> str:
         """The sentence."""
-        return (CAUSES | OF_OTHERS if self.foreign else CAUSES)[self.name].format(*self.facts)
+        return (CAUSES | OF_OTHERS if self.foreign else CAUSES)[self.name].format(*self.facts).rstrip()
 
 
 @dataclass(frozen=True)
@@ -307,9 +307,8 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
         return _cause("uneven_only", step, samples)
     if before and step not in single.drew:
         return _cause("kept", step)
-    if step in single.drew:
-        return _cause("draws", step)
-    return _cause("loss_scope", rest, "" if sides.foreign else _tried(sides.cures))
+    tried = "" if sides.foreign else _tried(sides.cures)
+    return _cause("draws", step, tried) if step in single.drew else _cause("loss_scope", rest, tried)
 
 
 def _tried(cures: Callable[[str], bool]) -> str:
