@@ -58,7 +58,7 @@ BOTH = r"rank . comes to {} \[.*line \d+.*, and rank . to {} \[.*line \d+"
         ("dp_replicate=2", "pickled", r"save model.state_dict\(\) \(of every rank"),
         pytest.param("dp_shard=2,zero=3", "evaluates", BOTH.format(*["a forward (in training|without gradients)"] * 2),
                      marks=pytest.mark.long),
-        pytest.param("dp_replicate=2", "steps", "comes to .*as often as the others.*refused.py, line",
+        pytest.param("dp_replicate=2", "steps", "comes to .*as often as the others.*calls.py, line",
                      marks=pytest.mark.long),
     ],
 )  # fmt: skip
