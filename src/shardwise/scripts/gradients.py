@@ -7,8 +7,7 @@
     prepared.backward(loss); prepared.backward(again)       each is reduced by itself, and then added to what was there:
                                                             as in one process, also without zero_grad() between steps
 
-What this does not do: hand out the sum so far of a step whose micro-batches are not all there; divide sums by the
-weights of several backwards, which belong to one `accumulate`.
+What this does not do: divide sums by the weights of several backwards, which belong to one `accumulate`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import nn
 from shardwise.comm import gathered_alone
 from shardwise.engine.engine import Engine
 from shardwise.engine.whole import together
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.slots import Slot
 from shardwise.scripts.gradient_arrivals import techniques_of
@@ -32,11 +31,6 @@ from shardwise.scripts.whole_optimizer_state import share_of
 from shardwise.step.normalise import norm_of_gradients
 from shardwise.step.state import RankState
 
-_EARLY = (
-    "param.grad before the plan's last micro-batch (accumulate), when ranks have not added up their gradients: read it "
-    "after the last prepared.backward of a step, or leave accumulate out of the plan, by which gradients are whole "
-    "after each backward and add up"
-)
 _STRAY = (
     "param.grad of a backward of the script's own (loss.backward()), which the plan does not add up over ranks: give "
     "the loss to prepared.backward(loss), or take gradients of its own in a plain copy of the model (copy.deepcopy)"
@@ -64,7 +58,7 @@ class Gradients:
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """Returns the whole gradient. Collective, the first time in a step."""
-        self.refuse_early()
+        self.make_whole()
         name = self._names.get(id(param))
         if name is None or (self._script.are_whole() is None and name not in self._seen):
             return None
@@ -75,7 +69,7 @@ class Gradients:
 
     def of_all(self, params: Iterable[str]) -> dict[str, torch.Tensor | None]:
         """Returns the whole gradient of each of these parameters. Collective."""
-        self.refuse_early()
+        self.make_whole()
         for name in params:
             if self._script.are_whole() and name in self._names.values() and name not in self._seen:
                 self._seen[name] = self._gathered(name)
@@ -86,12 +80,14 @@ class Gradients:
         return self._seen.get(name)
 
     @names_line
-    def refuse_early(self) -> None:
-        """Raise where ranks have not added up their gradients yet, or what lies there is of another backward."""
+    def make_whole(self) -> None:
+        """Add up over ranks what came so far, where the plan's last micro-batch is still to come; later ones are added
+        to it. Collective. Raises `RefusedPlan` where what lies there is of a backward of the script's own."""
         if self._script.calls.stray and self._script.mesh.world.size > 1:
             raise RefusedPlan(_STRAY)
         if self._script.are_whole() is False:
-            raise InputError(_EARLY)
+            self._script.meet("param.grad before the plan's last micro-batch", always=True)
+            self._script._flush()
 
     @names_line
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:

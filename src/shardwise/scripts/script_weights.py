@@ -131,7 +131,7 @@ class ScriptWeights:
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
             refuse(RefusedPlan(_PIECE.format(".grad")))
         if use == "later":
-            self._gradients.refuse_early()
+            self._gradients.make_whole()
         return self._gradients.get(param) if use == "whole" else _GRAD.__get__(param)
 
     def set_gradient(self, param: Any, use: str, value: torch.Tensor | None) -> None:
