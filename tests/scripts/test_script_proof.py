@@ -164,6 +164,27 @@ class Shaped(nn.Tanh):
 model = nn"""
 
 
+def test_means_of_micro_batches_over_unequal_weights_are_told(pool: RankPool, tmp_path: Path) -> None:
+    script = """
+import torch, shardwise
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randint(3, (48,))), batch_size=8)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters())
+prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan="dp_replicate=2,accumulate=2")
+weight = torch.tensor([1.0, 2.0, 5.0])
+for number, (x, y) in enumerate(loader, 1):
+    prepared.backward(nn.functional.cross_entropy(model(x), y, weight=weight) / 2)
+    if number % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    parity = prove(pool, tmp_path, script)
+    assert parity.cause is not None and parity.cause.name == "mean_over", parity.text()
+
+
 @pytest.mark.parametrize(("noise", "cause"), [("", "loss_scope"), (" + torch.randn_like(x)", "draws")])
 def test_a_remedy_is_tried_before_it_is_told(noise: str, cause: str, pool: RankPool, tmp_path: Path) -> None:
     """A model that shapes gradients by all samples: the loss of whole batches is no remedy, the model on them is."""

@@ -59,7 +59,7 @@ CAUSES = {
     "prepared.backward(loss, mean_over=n), or the sum, prepared.backward(loss * n, n)",
     "mean_over": "ranks' losses are means over numbers out of proportion to what backward was told: one process weighs "
     "them {}, and ranks {}. Give what this rank's mean is over: prepared.backward(loss, mean_over=n), n the tokens, "
-    "labels that count, or weights of classes",
+    "labels that count, or weights of classes; where a loss is scaled by its own size, scale by that of all ranks",
     "constant": "every gradient is {} times that of one process: the loss is divided by a constant that counts a whole "
     "batch's samples, or by len of a part: give the sum and its divisor, prepared.backward(loss_sum, n)",
     "share_missing": "the gradient lacks what rank {}'s samples ask: its loss did not come to prepared.backward",
@@ -229,16 +229,19 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
     found = sides.apart()
     ranks = [rank.steps[step] for rank in found or [] if step < len(rank.steps)]
     form = next(iter(many.forms), "mean")
-    # of a script with ranks of its own each micro-batch by itself, which it may weigh as it likes
-    asked = [(rank, part) for rank, each in enumerate(ranks) for part in _parts(each.locals, sides.foreign)]
-    locals_ = [_vector(part, single.gradients) for _, part in asked]
     expected, found_there = (_vector(each.gradients, single.gradients) for each in (single, many))
     factor = _factor(found_there, expected)
     if not many.losses and single.losses:
         return _cause("own_backward")
-    if not locals_ or len({rank for rank, _ in asked}) < len(ranks):
-        return _by_factor(factor, kinds, form, sides)
-    shares, rest = _fit(locals_, expected)
+    # all micro-batches of a rank together, but where a script weighs each as it likes
+    for one_by_one in (False, True)[sides.foreign :]:
+        asked = [(rank, part) for rank, each in enumerate(ranks) for part in _parts(each.locals, one_by_one)]
+        locals_ = [_vector(part, single.gradients) for _, part in asked]
+        if not locals_ or len({rank for rank, _ in asked}) < len(ranks):
+            return _by_factor(factor, kinds, form, sides)
+        shares, rest = _fit(locals_, expected)
+        if rest <= NEAR:
+            break
     there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
     if rest > NEAR:
         scaled = factor is not None and abs(factor - 1) > NEAR
