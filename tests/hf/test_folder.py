@@ -10,6 +10,7 @@ import torch
 from chat_tokenizer import CHATML, tokenizer
 from safetensors.torch import load_file, save_file
 
+from shardwise.cli.main import call
 from shardwise.config import load
 from shardwise.errors import InputError
 from shardwise.hf.export import merge_run
@@ -144,3 +145,10 @@ def test_a_folder_without_examples_is_told_so(small: Path) -> None:
         resolve_task(str(small))
     with pytest.raises(InputError, match=r"task.model.layers = 2: would have no effect: the folder's model"):
         load(overrides=(f"task.name='{small}'", "task.model.layers=2"))
+
+
+@pytest.mark.long
+def test_what_a_folder_is_trained_on_is_proven(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = "--data chat.jsonl --plan dp_replicate=2 --steps 1 --set lora.rank=2 --set train.batch_samples=4 --json"
+    assert call(["verify", str(small), *words.split()]) == 0
+    assert any("lora_A" in name for name in json.loads(capfd.readouterr().out)["optimizer_error"])

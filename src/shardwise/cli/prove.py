@@ -29,8 +29,9 @@ class StepCount(click.ParamType):
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@click.argument("target", metavar="SCRIPT.py | CONFIG.toml | MODULE:TASK | text | digits")
+@click.argument("target", metavar="SCRIPT.py | CONFIG.toml | MODULE:TASK | FOLDER | text | digits")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]")
+@click.option("--data", metavar="FILE", callback=given, help="Examples for a folder, as train takes them.")
 @click.option("--plan", callback=given_plan, help=_PLAN)
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml, or of [lora]; repeatable."
@@ -72,7 +73,8 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     shardwise verify my.toml
 
     A script runs in one process, in which `prepare` does nothing but record, and on the plan's ranks, in float64; it
-    is ended after a few optimizer steps. Of a configuration, what `train` does with it is compared with a plain loop.
+    is ended after a few optimizer steps. Of a configuration, or a folder of transformers with --data, what `train` does
+    with it is compared with a plain loop.
 
     Exit code 0 when they agree, 1 when they do not or nothing was proven, 3 when the plan is refused.
     """
@@ -131,7 +133,7 @@ def launcher_ranks() -> Iterator[tuple[Any, int | None]]:
 
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any], pool: Any) -> Any:
     """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
-    if target.endswith(".toml"):
+    if target.endswith(".toml") or _is_model(Path(target)):
         _refuse(words, arguments, "a configuration", "thorough", "device", "backend", "epochs", "against", "nproc",
                 "one", "cwd", "check_order")  # fmt: skip
         return _prove_run(answer, target, words, pool)
@@ -150,6 +152,7 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
             words,
             (),
             "a script",
+            "data",
             "overrides",
             "seed",
             "shrink",
@@ -160,8 +163,13 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
             "check_order",
         )
         return _prove_script(answer, target, arguments, words)
-    _refuse(words, arguments, "a task", "epochs", "against", "nproc", "one", "cwd")
+    _refuse(words, arguments, "a task", "data", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words, pool)
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it is a checkpoint folder of transformers."""
+    return (folder / "config.json").is_file() and not is_run(folder)
 
 
 def is_script(target: str) -> bool:
@@ -226,15 +234,17 @@ def _number(steps: int | str | None, what: str) -> int | None:
     return steps  # type: ignore[return-value]
 
 
-def _prove_run(answer: Answer, path: str, words: dict[str, Any], pool: Any) -> Any:
+def _prove_run(answer: Answer, target: str, words: dict[str, Any], pool: Any) -> Any:
     from shardwise.config import Given, load
 
     if words["shrink"]:
         raise click.UsageError("--shrink is for tasks: a configuration is proven under its own plan")
     settings = {"train.seed": words["seed"], "train.clip_norm": words["clip_norm"]}
     overrides = (*words["overrides"], *(f"{key}={value}" for key, value in settings.items() if value is not None))
-    values = [] if words["plan"] is None else [Given("plan", words["plan"], "--plan")]
-    effective = load(path, overrides, values)
+    named = None if target.endswith(".toml") else target
+    data = words["data"] and [words["data"]]
+    asked = (("task.name", named, "the target"), ("task.files", data, "--data"), ("plan", words["plan"], "--plan"))
+    effective = load(None if named else target, overrides, [Given(*each) for each in asked if each[1] is not None])
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     with waiting(answer, "verify: loading PyTorch"):
         from shardwise.proof.verify_run import verify_run
