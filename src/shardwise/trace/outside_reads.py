@@ -88,7 +88,7 @@ class ArgumentWrites:
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
-        self._running: list[tuple[nn.Module, str, set[int]]] = []  # module, path, storages of its arguments
+        self._running: list[tuple[nn.Module, str, dict[int, Any]]] = []  # module, path, storages of its arguments
 
     def watch(self, model: nn.Module) -> None:
         """Follow the forwards of all modules inside a model."""
@@ -116,12 +116,15 @@ class ArgumentWrites:
     def note(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Add to `paths` the running modules into whose arguments this operation writes."""
         if self._running:
-            written_memory = _memory(written_tensors(func, args, kwargs))
-            self.paths |= {path for _, path, argument_memory in self._running if written_memory & argument_memory}
+            written = _memory(written_tensors(func, args, kwargs)).keys()
+            self.paths |= {path for _, path, argument_memory in self._running if written & argument_memory.keys()}
 
 
-def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Returns the storage keys of strided tensors; sparse and nested ones have several storages and are left out."""
+def _memory(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """Returns the storages of strided tensors by their keys; sparse and nested ones have several and are left out.
+
+    They are held: an argument may be given other memory, and what it had would be another tensor's, under one key.
+    """
     # of a DTensor the local shard is written; a wrapper of `torch.func` has no storage of its own
     plain = (innermost(tensor._local_tensor if isinstance(tensor, DTensor) else tensor) for tensor in tensors)
-    return {storage_key(tensor) for tensor in plain if tensor.layout is torch.strided}
+    return {storage_key(tensor): tensor.untyped_storage() for tensor in plain if tensor.layout is torch.strided}

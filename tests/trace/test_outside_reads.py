@@ -1,0 +1,22 @@
+"""What is seen of a module's arguments while its forward runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.trace.outside_reads import ArgumentWrites
+
+
+def test_memory_that_an_argument_had_is_no_other_tensors() -> None:
+    writes, block, given = ArgumentWrites(), nn.Linear(1, 1), torch.zeros(8)
+    writes.enter(block, "block", (given,), {})
+    given.data = torch.ones(8)  # as a stage puts what it received into what the caller holds
+    others = [torch.zeros(8) for _ in range(100)]
+    for other in others:
+        writes.note(torch.ops.aten.add_.Tensor, (other, 1), {})
+    assert not writes.paths
+    kept = torch.zeros(8)
+    writes.enter(block, "another", (kept,), {})
+    writes.note(torch.ops.aten.add_.Tensor, (kept, 1), {})
+    assert writes.paths == {"another"}
