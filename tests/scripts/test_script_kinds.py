@@ -24,7 +24,7 @@ ALIKE = ("divided_twice",)
 # what prepare makes right by itself
 MADE_RIGHT = ("squeezed_rows", "noise_by_its_own_generator", "hook_on_a_hidden_state", "workers_that_draw",
               "clip_in_a_hook_of_the_optimizer", "average_in_a_hook", "written_in_a_hook",
-              "augmented_from_the_second_epoch", "marks_on_weights")  # fmt: skip
+              "augmented_from_the_second_epoch", "marks_on_weights", "forwards_are_counted")  # fmt: skip
 # what no weight follows within the steps of a proof, or follows under some plans alone
 BESIDE = (
     "counted_right", "rate_by_own_held_out_samples", "evaluated_on_one_rank", "saved_on_one_rank", "replayed_samples",
