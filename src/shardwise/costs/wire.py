@@ -134,6 +134,17 @@ class Wire:
         """Returns seconds of a collective in `pieces` equal messages, one after the other, each with all its hops."""
         return pieces * self.collective(op, group, size_bytes / pieces)
 
+    def all_reduce(self, inner: RankGroup, outer: RankGroup, size_bytes: float, pieces: int = 1) -> float:
+        """Returns seconds of an all-reduce over two axes: where ranks lie evenly apart as over one of all of them, else
+        within the inner one, across, and back."""
+        if inner.size == 1:
+            return self.pieces("all_reduce", outer, size_bytes, pieces)
+        if outer.size == 1 or outer.stride == inner.span:
+            both = RankGroup(inner.size * outer.size, inner.stride)
+            return self.pieces("all_reduce", both, size_bytes, pieces)
+        within = (self.pieces(op, inner, size_bytes, pieces) for op in ("reduce_scatter", "all_gather"))
+        return sum(within) + self.pieces("all_reduce", outer, size_bytes / inner.size, pieces)
+
     def rows(self, group: RankGroup, size_bytes: float, copies: int) -> float:
         """Returns the seconds of an all-to-all of rows for `copies` experts each, dealt at random over the group.
 

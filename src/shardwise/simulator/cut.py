@@ -173,10 +173,11 @@ def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], 
 
 def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire) -> dict[str, str]:
     """Returns, by kind of figure, one line on what it rests on (measured, formula, assumed)."""
+    apart = layout.tp * (1 if layout.shard_ranks > 1 else layout.pp)  # replicas lie outside of stages
     basis = {
         "products": kernels.basis,
         "tensor parallel": wire.basis("all_reduce", RankGroup(layout.tp, 1)),
-        "data ranks": wire.basis("all_reduce", RankGroup(layout.gradient_ranks, layout.tp)),
+        "data ranks": wire.basis("all_reduce", RankGroup(layout.gradient_ranks, apart)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
     if layout.split_sequence > 1:

@@ -294,7 +294,7 @@ def reduction_seconds(step: StepContext, parameters: dict[str, float], layers: f
             reduce_s += wire.pieces("all_reduce", replicas, grads / max(1, group.size), n)
             gather_s += wire.pieces("all_gather", group, count * 2.0, n)
         else:
-            reduce_s += wire.pieces("all_reduce", RankGroup(group.size * lay.replicas, group.stride), grads, n)
+            reduce_s += wire.all_reduce(group, replicas, grads, n)
     return reduce_s, gather_s
 
 

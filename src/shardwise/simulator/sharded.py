@@ -22,12 +22,12 @@ def data_seconds(
     What sending in buckets adds is among what a probe measures of this package.
     """
     count, inside = model.trained - model.small.experts, layout.tp  # ranks of tp lie inside
-    alike = RankGroup(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
-    experts_s = wire.collective("all_reduce", alike, model.small.experts * states.on_wire)
     shard, replicas = (
         RankGroup(layout.shard_ranks, inside),
         RankGroup(layout.replicas, layout.shard_ranks * layout.pp * inside),
     )
+    alike = RankGroup(layout.shard_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
+    experts_s = wire.all_reduce(alike, replicas, model.small.experts * states.on_wire)
     if layout.gradient_ranks == 1:
         return 0.0, []
     if layout.sharded.weights:
@@ -45,8 +45,7 @@ def data_seconds(
         reduce_s += wire.pieces("all_reduce", replicas, count * states.on_wire / shard.size, n)
         gather_s = wire.pieces("all_gather", shard, count * states.weight, n)
     else:
-        alike = RankGroup(layout.gradient_ranks, inside)
-        reduce_s, gather_s = wire.pieces("all_reduce", alike, count * states.on_wire, n), 0.0
+        reduce_s, gather_s = wire.all_reduce(shard, replicas, count * states.on_wire, n), 0.0
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
     times = layout.sharded.reductions(layout.n_micro * layout.rounds)
     # the last bucket is complete only when backward ends, so it is never hidden
