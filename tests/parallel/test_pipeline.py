@@ -133,7 +133,7 @@ MODULES = [
     ("reads_at_places", "pp=2,stages=last"), ("reads_early", "pp=2,tp=2"), ("reads_early", "pp=2,cp=2"),
     ("messages", "pp=2,dp_shard=2,zero=3,stages=nodes.0"), ("messages", "pp=2,tp=2,stages=edges.1"),
     ("hf_t5", "pp=2,schedule=zbv"), ("writes_into_slices", "pp=2,stages=blocks.2"), ("loss_that_writes", "pp=2,tp=2"),
-    ("loss_that_writes", "pp=3,schedule=zbh1"),
+    ("loss_that_writes", "pp=3,schedule=zbh1"), ("routed", "pp=2"),
 ]  # fmt: skip
 ARCHITECTURES = [name for name in vars(pipeline_tasks) if name.startswith("hf_")]
 

@@ -120,6 +120,7 @@ class Flow:
     functions: list[ModuleCall]  # calls of torch's functions by forwards' own code, in order
     taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, in order
     backwards: list[int] = field(default_factory=list)  # when it runs one by other means (`loss.backward()`)
+    sized: set[int] = field(default_factory=set)  # tensors of which the size depends on values that need parameters
     stateful: set[int] = field(default_factory=set)  # ids of parameters and buffers that are written by an operation
     later: list[Flow] = field(default_factory=list)  # forwards that find what this one left, where that matters
     carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a later one: number -> (which, number there)
