@@ -748,6 +748,23 @@ def writes_into_slices() -> Task:
     return task(WritesIntoSlices)
 
 
+class ReadsTheBase(WritesIntoSlices):
+    """Reads what the second layer made once more, after the third has written into a slice of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for block in self.blocks:
+            made = block(x)
+            x = made[:, WIDTH:]
+            if block is self.blocks[1]:
+                base = made
+        return self.head(x) + base.sum(1, keepdim=True)
+
+
+def reads_the_base() -> Task:
+    return task(ReadsTheBase)
+
+
 class GivesAll(nn.Module):
     """Layers whose sums, and slices of what they make, are in the output."""
 

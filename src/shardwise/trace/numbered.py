@@ -42,6 +42,7 @@ class Recorder(TorchDispatchMode):
         self.sized: set[int] = set()  # tensors of which the size depends on values that depend on parameters
         self.last_use: list[int] = []
         self.overwritten: dict[int, int] = {}
+        self.rewrites: list[dict[int, int]] = []  # of each write: tensors on one memory, and their numbers afterwards
         self.number_of: dict[int, int] = {}  # id of a tensor -> number
         self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
         self.alive: list[Any] = []  # tensors, so that no id or storage is given again
@@ -214,6 +215,7 @@ class Recorder(TorchDispatchMode):
                     if old in table:
                         table[renumbered[old]] = table[old]
             self.number_of[other] = renumbered[old]
+        self.rewrites.append(renumbered)
         return fresh
 
 

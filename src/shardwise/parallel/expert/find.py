@@ -59,8 +59,8 @@ def find_experts(
         path, shape = next(iter(by_expert.items()))
         raise RefusedPlan(
             f"ep={ranks}: '{path}' holds {shape[0]} stacked matrices and is given {shape}: rows for each of them, "
-            "dealt by the module around it. ep sends pairs of token and expert itself, and needs a module that is called "
-            "with tokens (T, H), experts (T, k) as integers and weights (T, k). tp cuts the matrices of "
+            "dealt by the module around it. ep sends pairs of token and expert itself, and needs a module called with "
+            "tokens (T, H), experts (T, k) as integers and weights (T, k). tp cuts the matrices of "
             "such a product: use tp, or ep=1"
         )
     if not stacks:

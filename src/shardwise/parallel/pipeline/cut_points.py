@@ -57,7 +57,7 @@ def find_places(
         # a stage that began where gradients are off would switch them on in the middle; uses of a weight or buffer
         # that the forward writes belong into one stage (`test_no_stage_begins_between_two_uses_of_what_is_written`)
         off = (call.path, call.place, call.own and call.own[0]) in flow.without_gradient
-        if off or flow.written_around(call.enter) is not None:
+        if off or flow.written_around(call.enter) is not None or flow.rewritten_after(call.enter):
             continue
         if missing:
             others.append((call, missing[0]))
