@@ -147,7 +147,7 @@ class HostReads(TorchDispatchMode):
         if _composed(func):  # met whole below autograd, where a tensor's own rules run; it reads inside
             with self:
                 return func.decompose(*args, **kwargs)
-        if not self.paused and (_hangs_on_values(func, args, kwargs) or _crosses(func, args, kwargs)):
+        if not self.paused and (hangs_on_values(func, args, kwargs) or _crosses(func, args, kwargs)):
             self.others[func.name().removeprefix("aten::")] += 1
         return func(*args, **kwargs)
 
@@ -164,7 +164,7 @@ _TELLING = {torch.ops.aten.is_nonzero}  # which torch has not marked; met where 
 _MASKED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_}
 
 
-def _hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
+def hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether the result's shape, or a Python value, depends on tensors' values, for which the host has to wait."""
     if func.overloadpacket in _MASKED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])

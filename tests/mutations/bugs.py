@@ -549,7 +549,7 @@ DOMAIN = [
     bug("what a plain mask selects from tiles has the gradient of the first rows", "part.rules.masks:_cut_like",
         "x.share(mask, dim)", "mask.narrow(dim, 0, x.owners.counts[x.axis.index])", D + "on_land", "domain=1x3"),
     bug("rows that are added up by index go where the first rank's go", "part.rules.scatters:index_add",
-        "source.share(index, 0)", "index[: source.local.shape[dim]]", D + "sphere", "domain=2"),
+        "share_as(index, source, 0, func)", "index[: source.local.shape[dim]]", D + "sphere", "domain=2"),
     bug("gradients of entries of a cut dim are those of one rank", "part.rules.indexing:share_of_index",
         "lead.share(index, here)", "index.narrow(here, 0, lead.local.shape[place])", D + "sphere", "domain=2"),
     bug("a weight of a field that one of two axes cuts counts on every rank of the other", "part.sums:summand",

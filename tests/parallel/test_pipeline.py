@@ -133,7 +133,7 @@ MODULES = [
     ("reads_at_places", "pp=2,stages=last"), ("reads_early", "pp=2,tp=2"), ("reads_early", "pp=2,cp=2"),
     ("messages", "pp=2,dp_shard=2,zero=3,stages=nodes.0"), ("messages", "pp=2,tp=2,stages=edges.1"),
     ("hf_t5", "pp=2,schedule=zbv"), ("writes_into_slices", "pp=2,stages=blocks.2"), ("loss_that_writes", "pp=2,tp=2"),
-    ("loss_that_writes", "pp=3,schedule=zbh1"),
+    ("loss_that_writes", "pp=3,schedule=zbh1"), ("routed", "pp=2"), ("reads_the_base", "pp=2"),
 ]  # fmt: skip
 ARCHITECTURES = [name for name in vars(pipeline_tasks) if name.startswith("hf_")]
 
@@ -158,6 +158,7 @@ REFUSED = [
     ("decides", "pp=4", "decides by a value that depends on parameters"),
     ("writes_parameter", "pp=2", "the forward writes into 'head.weight' what depends on parameters"),
     ("kept_by_a_module", "pp=2,stages=blocks.1", "begin at 'blocks.1': a tensor made in 'blocks.0'"),
+    ("reads_the_base", "pp=2,stages=blocks.2", "two tensors share one memory"),
     ("through_numpy", "pp=2", "the loss on a few samples is NaN"),
     ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),
     ("conditioned", "pp=3,stages=blocks.2|blocks.1", "in the order in which they run"),

@@ -635,6 +635,14 @@ def test_weights_that_a_forward_freezes_are_read_past_no_attribute(pool) -> None
     assert verify("sequence_tasks:freezing", "cp=2", pool=pool, steps=1).parity
 
 
+def test_dims_of_one_size_are_cut_where_the_task_names_one_and_an_assertion_is_quoted(pool) -> None:
+    refused = verify("sequence_tasks:of_pairs_alone", "cp=2", pool=pool).refused
+    assert refused is not None and 'Task(sequence={"x": 1}) says which of several dims' in refused
+    assert verify("sequence_tasks:of_pairs_named", "cp=2", pool=pool).parity
+    refused = verify("sequence_tasks:of_pairs", "cp=2", pool=pool).refused
+    assert refused is not None and "AssertionError: four by four" in refused
+
+
 def test_a_sequence_of_one_length_is_told_how_to_name_it(pool) -> None:
     """What the refusal says to write is what `Task.sequence` takes, and with it the plan is equal."""
     refused = verify("sequence_tasks:one_length", "cp=2", pool=pool).refused

@@ -26,6 +26,8 @@ from shardwise.part.position_tables import CutRanges, whole_table
         ("selected", "cp=2,cp_ulysses=2"),
         ("selected", "tp=2,sp=true"),
         ("selected", "cp=2,pp=2"),
+        ("routed", "cp=2,cp_ulysses=2"),
+        ("shifted", "cp=3"),
         ("turned", "cp=3"),
         ("turned", "cp=2,cp_ulysses=2"),
         ("turned", "cp_ulysses=2,zero=3,remat=full"),
@@ -34,6 +36,11 @@ from shardwise.part.position_tables import CutRanges, whole_table
 def test_positions_read_in_ways_of_its_own_equal_one_process(pool, task: str, plan: str) -> None:
     found = verify(f"position_tasks:{task}", plan, pool=pool)
     assert found.parity, found.text()
+
+
+def test_rows_of_an_expert_are_read_and_written_by_the_ranks_that_have_them(pool) -> None:
+    found = verify("position_tasks:routed", "cp=2", pool=pool)
+    assert found.parity and "gathered" not in found.text(), found.text()
 
 
 def _rows_of_other_lengths() -> list[str]:

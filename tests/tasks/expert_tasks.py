@@ -259,5 +259,31 @@ def sometimes() -> Task:
     return task(Sometimes, batch=one_large, branches="per_sample")
 
 
+class Dealt(nn.Module):
+    """Deals rows to its experts by a product with masks, for one product over all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Stacked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        masks = torch.diag_embed(scores.T)  # (E, T, T): each expert has a place for each row
+        return torch.einsum("etc,ecd->td", masks, self.experts(torch.einsum("etc,td->ecd", masks, x)))
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.bmm(rows, self.weights)
+
+
+def dealt() -> Task:
+    return task(lambda: nn.Sequential(Dealt(), nn.Linear(WIDTH, OUT)))
+
+
 def lists() -> Task:
     return module_tasks.routed_experts()

@@ -43,6 +43,27 @@ def task(model: Any, batch: Any = vectors, **changes: Any) -> Task:
     return Task(model=model, batch=batch, **{**fields, **changes})
 
 
+class Routed(nn.Module):
+    """Gives each sample to one of three experts, all of which are given theirs before any result is put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [(x.argmax(1) % 3 == number).nonzero().flatten() for number in range(3)]
+        outputs = [expert(x[own]) for expert, own in zip(self.experts, rows, strict=True)]
+        y = torch.zeros_like(x)
+        for own, output in zip(rows, outputs, strict=True):
+            y[own] = output
+        return x + y
+
+
+def routed() -> Task:
+    """What is given to an expert, halfway through the work, has as many rows as values say."""
+    return task(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed(), nn.Linear(WIDTH, OUT)))
+
+
 # --- modules of torch alone
 
 
@@ -725,6 +746,23 @@ class WritesIntoSlices(nn.Module):
 
 def writes_into_slices() -> Task:
     return task(WritesIntoSlices)
+
+
+class ReadsTheBase(WritesIntoSlices):
+    """Reads what the second layer made once more, after the third has written into a slice of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for block in self.blocks:
+            made = block(x)
+            x = made[:, WIDTH:]
+            if block is self.blocks[1]:
+                base = made
+        return self.head(x) + base.sum(1, keepdim=True)
+
+
+def reads_the_base() -> Task:
+    return task(ReadsTheBase)
 
 
 class GivesAll(nn.Module):

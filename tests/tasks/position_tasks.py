@@ -159,3 +159,40 @@ class OneByOne(Words):
 
 def one_by_one() -> Task:
     return _task(OneByOne)
+
+
+class Routed(Words):
+    """Words to two of three experts each, read and written at places that `torch.where` and `nonzero` give."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def mixed(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, chosen = self.gate(rows).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            which, row = torch.where(chosen.t() == number)
+            out[row] += weights[row, which, None] * expert(rows[row])
+            row = (chosen[:, 0] == number).nonzero().squeeze(1)
+            out = out.index_add(0, row, rows.index_select(0, row).tanh())
+        return out.view(x.shape)
+
+
+class Shifted(Routed):
+    """Writes into places before it reads there: they name rows of other ranks too."""
+
+    def mixed(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        sample, at = torch.where(self.gate(x).argmax(-1) == 0)
+        at.add_(1).clamp_(max=x.shape[1] - 1)
+        return super().mixed(x, ids).index_put((sample, at), self.mix(x[sample, at]), accumulate=True)
+
+
+def routed() -> Task:
+    return _task(Routed)
+
+
+def shifted() -> Task:
+    return _task(Shifted)

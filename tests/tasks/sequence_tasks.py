@@ -70,6 +70,37 @@ def one_length() -> Task:
     return position_wise().with_(model=OneLength)
 
 
+class OfPairs(nn.Module):
+    """Of pairs of positions (B, S, S, 5), of which it asserts the size."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == x.shape[2] == 4, "four by four"
+        return self.layer(x.mean(2))
+
+
+def _pairs(step: int) -> dict:
+    draws = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(6, 4, 4, 5, generator=draws), "y": torch.randn(6, 4, 3, generator=draws)}
+
+
+def of_pairs() -> Task:
+    """Which of the two dims the target has is seen by its size alone."""
+    return position_wise().with_(model=OfPairs, batch=_pairs)
+
+
+def of_pairs_alone() -> Task:
+    return of_pairs().with_(batch=lambda step: {"x": (x := _pairs(step)["x"]), "y": x.mean()[None].expand(6)},
+                            loss=lambda output, batch: _squares(output.mean((1, 2)), batch))  # fmt: skip
+
+
+def of_pairs_named() -> Task:
+    return of_pairs_alone().with_(sequence={"x": 1})
+
+
 class Penalised(PositionWise):
     """With a penalty on its weights, read past their attributes or by these."""
 

@@ -135,7 +135,7 @@ def _search(
             chosen, stopped = _first_through(task, plan, inner, precision, built, batch, samples, trial)
         if chosen is not None:
             return chosen
-    raise _nothing(task, plan, inner, batch, stopped)
+    raise _nothing(task, plan, inner, batch, samples, stopped)
 
 
 def _first_through(
@@ -148,8 +148,9 @@ def _first_through(
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         # A dim that weights fix (features) fails on half of it, and is no sequence.
         half = candidate.shorter
-        if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.dtype_of)):
-            why, by_name = f"of {candidate.said}, {ON_HALF}", _by_name(candidate.positions)
+        stage = TrialModule(built, half, run_alone(task, precision), precision.dtype_of)
+        if half is not None and (failed := _failure(stage)) is not None:
+            why, by_name = f"of {candidate.said}, {ON_HALF}{_asserted(failed)}", _by_name(candidate.positions)
             stopped[why] = by_name
             if _of_integers(candidate.positions, batch):  # likely meant: told though another dim is cut
                 cannot = cannot or f"{why} ({by_name})"
@@ -234,7 +235,9 @@ def _tried(
     return positions, *_at_both_ends(positions, trial, noted)
 
 
-def _nothing(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: dict[str, str]) -> RefusedPlan:
+def _nothing(
+    task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, samples: int, stopped: dict[str, str]
+) -> RefusedPlan:  # fmt: skip
     """Returns the refusal where no candidate can be cut; `stopped`: why not, for each, and what to write instead."""
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing, reasons = "no tensor has a dim behind the samples", list(stopped)
@@ -242,7 +245,9 @@ def _nothing(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any, stoppe
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = domain.without_space(task.spatial, len(plan.domain), batch, _names(batch))
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
-        reasons.append("domain= cuts space")
+        which = sequence.of_several(batch, samples, _names(batch)) if task.sequence is None else {}
+        by_name = f"; Task(sequence={which}) says which of several dims of one size are positions" if which else ""
+        reasons.append("domain= cuts space" + by_name.replace("'", '"'))
     elif stopped and all(stopped.values()):
         reasons[0] += f" ({stopped[reasons[0]]})"
     return RefusedPlan(
@@ -306,7 +311,7 @@ def field_dims(task: Task, batch: Any) -> tuple[tuple[int, ...], ...]:
 def runs(task: Task, built: Built, batch: Any) -> bool:
     """Whether the module and its loss run on a batch, on shapes alone where that can be."""
     precision = Precision.of(Plan())
-    return _runs(TrialModule(built, batch, run_alone(task, precision), precision.dtype_of))
+    return _failure(TrialModule(built, batch, run_alone(task, precision), precision.dtype_of)) is None
 
 
 def _rehearse(
@@ -384,8 +389,13 @@ def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]
             handle.remove()
 
 
-def _runs(stage: TrialModule) -> bool:
-    """Whether the module runs on a batch at all."""
+def _asserted(error: Exception) -> str:
+    """Returns what a module's own assertion on sizes says, as text to append; "" for errors of other kinds."""
+    return f", whose sizes an assertion of its own forbids: {where(error)}" if isinstance(error, AssertionError) else ""
+
+
+def _failure(stage: TrialModule) -> Exception | None:
+    """Returns the error that the module raises on a batch, or None where it runs."""
     try:
         with as_real(), torch.no_grad(), HooksLeftOut(), stage.playing(stage.make) as (_, batch):
             stage.run(stage.built.module, batch)
@@ -393,7 +403,7 @@ def _runs(stage: TrialModule) -> bool:
         raise
     except Exception as error:  # whatever the module says to a batch of half the size
         if stage.fake is None:
-            return False
+            return error
         stage.go_on_real(error)  # it may be tensors without values that it cannot use
-        return _runs(stage)
-    return True
+        return _failure(stage)
+    return None

@@ -65,6 +65,7 @@ def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> 
         for part in parts_in([output]):
             part.copied = args[0].copied or not _writes_through(part.local, args[0].local)
             part.source = ViewOf(args[0]) if args[0].source is not None else None
+            part.own = args[0].own if args[0].own is not None and args[0].own[1] is None else part.own
     elif op.writes and is_part(args[0]):
         written_back(args[0])
     # views of one soft part share what is gathered of it: queries, keys and values each read it

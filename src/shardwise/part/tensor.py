@@ -85,6 +85,8 @@ class Part(Distributed):
     factors: tuple[int, int, int] | None  # of the cut dim, where views joined it: sizes before, of, behind what is cut
     whole_strides: tuple[int, ...]  # as one process has the tensor, where the share of a sum lies otherwise in memory
     margin: Any = None  # what lies around the share, known to this rank too, where operations on tiles keep it
+    # of numbers: whose own indices they are, and in which column of a matrix of places (`nonzero`), None: all of them
+    own: tuple[Owners, int | None] | None = None
     values: tuple[object, bool]  # shared by parts with the same values in the same order; whether it is their transpose
 
     @staticmethod
@@ -165,6 +167,10 @@ class Part(Distributed):
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's share of a plain tensor along `dim`, dealt as this part."""
         return self.owners.take(whole, dim, self.axis.index)
+
+    def names_own(self, owners: Owners) -> bool:
+        """Whether each of its numbers is an index that the rank has of a dim dealt so; not once it was written into."""
+        return self.own == (owners, None) and not self.is_inference() and not self._version
 
     def beside(self, other: Part) -> bool:
         """Whether the other's indices are dealt in the same way."""

@@ -120,6 +120,8 @@ class Flow:
     functions: list[ModuleCall]  # calls of torch's functions by forwards' own code, in order
     taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, in order
     backwards: list[int] = field(default_factory=list)  # when it runs one by other means (`loss.backward()`)
+    sized: set[int] = field(default_factory=set)  # tensors of which the size depends on values that need parameters
+    rewrites: list[dict[int, int]] = field(default_factory=list)  # of a write: tensors on one memory -> afterwards
     stateful: set[int] = field(default_factory=set)  # ids of parameters and buffers that are written by an operation
     later: list[Flow] = field(default_factory=list)  # forwards that find what this one left, where that matters
     carried: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a later one: number -> (which, number there)
@@ -244,6 +246,29 @@ class Flow:
     def written_around(self, moment: int) -> int | None:
         """Returns the id of a parameter or buffer that is written and is used before and after this time, or None."""
         return next((state for first, last, state in self.written_spans if first < moment <= last), None)
+
+    def rewritten_after(self, moment: int) -> list[int]:
+        """Returns tensors on one memory, made before a moment, that are used after a later write into it; or [].
+
+        Two or more, such as a slice and its base: sent apart, they would not share what is written.
+        """
+        for time, used in self._rewritten:
+            if time > moment and len(before := [number for number in used if self.made[number] < moment]) > 1:
+                return before
+        return []
+
+    @cached_property
+    def _rewritten(self) -> list[tuple[int, list[int]]]:
+        """Returns (time, tensors on one memory that are used afterwards, two or more) of each write."""
+        used = {number for number, last in enumerate(self.last_use) if last >= 0}
+        rewritten = []
+        for renumbered in reversed(self.rewrites):  # what a later write gives another number is used under that one too
+            after = [old for old, new in renumbered.items() if new in used]
+            used.update(after)
+            if len(after) > 1:
+                after = [old for old in after if self.depends[old] and old not in self.parameters]
+                rewritten.append((self.overwritten[next(iter(renumbered))], after))
+        return rewritten[::-1]
 
     @cached_property
     def led(self) -> set[int]:

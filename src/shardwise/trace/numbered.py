@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.host import hangs_on_values
 from shardwise.trace.backwards import SEVERAL_AT_ONCE, Taken, listed
 from shardwise.trace.elementwise import is_random
 from shardwise.trace.flow import FlowOp
@@ -38,8 +39,10 @@ class Recorder(TorchDispatchMode):
         self.made: list[int] = []
         self.depends: list[bool] = []
         self.drawn: list[bool] = []
+        self.sized: set[int] = set()  # tensors of which the size depends on values that depend on parameters
         self.last_use: list[int] = []
         self.overwritten: dict[int, int] = {}
+        self.rewrites: list[dict[int, int]] = []  # of each write: tensors on one memory, and their numbers afterwards
         self.number_of: dict[int, int] = {}  # id of a tensor -> number
         self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
         self.alive: list[Any] = []  # tensors, so that no id or storage is given again
@@ -106,7 +109,7 @@ class Recorder(TorchDispatchMode):
             self.use(reads)
         outputs = tensors_in(output)
         depends = any(self.depends[number] for number in reads)
-        draws = is_random(func)
+        draws, hangs = is_random(func), hangs_on_values(func, args, kwargs)
         drawn = not depends and (draws or any(self.drawn[number] for number in reads))
         makes = []
         said = written_tensors(func, args, kwargs) if func._schema.is_mutable else unsaid_writes(func, args, kwargs)
@@ -118,6 +121,8 @@ class Recorder(TorchDispatchMode):
             if not any(tensor is argument for argument in inputs):
                 made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
                 makes.append(made)
+                if (depends and hangs) or self._takes_its_size(tensor, inputs, reads):
+                    self.sized.add(made)
         cost = _cost(func, args, kwargs, output, outputs)
         reads_value = func is _aten._local_scalar_dense.default
         written = inputs if func._schema.is_mutable else []
@@ -128,6 +133,13 @@ class Recorder(TorchDispatchMode):
             FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value, leads, self.differentiating)
         )
         return output
+
+    def _takes_its_size(self, made: torch.Tensor, inputs: list[torch.Tensor], reads: list[int]) -> bool:
+        """Whether a result has a size that depends on values, from an input that has one, and not another's shape."""
+        if not made.dim() or self.sized.isdisjoint(reads):
+            return False
+        pairs = zip(inputs, reads, strict=True)
+        return not any(tensor.shape == made.shape for tensor, number in pairs if number not in self.sized)
 
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Record `tensor.data = value`, which is no operation: the tensor lies in the other's memory from now on."""
@@ -197,10 +209,13 @@ class Recorder(TorchDispatchMode):
                 self.depends.append(depends or self.depends[old])
                 self.drawn.append((drawn or self.drawn[old]) and not (depends or self.depends[old]))
                 self.last_use.append(-1)
+                if old in self.sized:
+                    self.sized.add(renumbered[old])
                 for table in (self.parameters, self.buffers):
                     if old in table:
                         table[renumbered[old]] = table[old]
             self.number_of[other] = renumbered[old]
+        self.rewrites.append(renumbered)
         return fresh
 
 

@@ -224,7 +224,8 @@ def _followed(
     flow = Flow(
         root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
         recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(), made, functions,
-        recorder.taken, recorder.backwards, recorder.stateful, carried=recorder.carried,
+        recorder.taken, recorder.backwards, recorder.sized, recorder.rewrites, recorder.stateful,
+        carried=recorder.carried,
     )  # fmt: skip
     return flow, recorder
 

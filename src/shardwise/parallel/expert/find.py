@@ -52,9 +52,17 @@ def find_experts(
     run    (module, batch) -> anything: one forward as the engine runs it, on tensors of `dtype_of` each
     Raises `RefusedPlan` with the reason where there is none, or one that is experts by its call and fails the trial.
     """
-    calls, touched = _look(built, batch, run, dtype_of)
+    calls, touched, by_expert = _look(built, batch, run, dtype_of)
     module = built.module
     stacks = [_tried(built, path, seen, ranks) for path, seen in calls.items()]
+    if not stacks and by_expert:
+        path, shape = next(iter(by_expert.items()))
+        raise RefusedPlan(
+            f"ep={ranks}: '{path}' holds {shape[0]} stacked matrices and is given {shape}: rows for each of them, "
+            "dealt by the module around it. ep sends pairs of token and expert itself, and needs a module called with "
+            "tokens (T, H), experts (T, k) as integers and weights (T, k). tp cuts the matrices of "
+            "such a product: use tp, or ep=1"
+        )
     if not stacks:
         raise RefusedPlan(
             f"ep={ranks}: no experts were found: a module that holds parameters (E, ...) and is called with tokens "
@@ -129,8 +137,14 @@ class _Touched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[dict[str, CandidateCall], set[str]]:
-    """Returns (calls of candidates by path, names of parameters that are used outside of candidates)."""
+_Look = tuple[dict[str, CandidateCall], set[str], dict[str, tuple[int, ...]]]
+
+
+def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> _Look:
+    """Returns (calls of candidates by path, names of parameters that are used outside of candidates, `by_expert`).
+
+    by_expert  path of a module of stacked matrices that is given rows of each, and the shape of these
+    """
     with unlogged():
         try:
             return _forward(built, batch, run, dtype_of, Fake())
@@ -138,12 +152,11 @@ def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[d
             return _forward(built, batch, run, dtype_of, None)
 
 
-def _forward(
-    built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: FakeTensorMode | None
-) -> tuple[dict[str, CandidateCall], set[str]]:
+def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: FakeTensorMode | None) -> _Look:
     module = built.module
     state = ModuleState(module)
     calls: dict[str, CandidateCall] = {}
+    by_expert: dict[str, tuple[int, ...]] = {}
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if fake is None:
@@ -153,20 +166,22 @@ def _forward(
 
     batch = batch if fake is None else tree_map_only(torch.Tensor, fake.from_tensor, batch)
     try:
-        with standing_in(module, make) as named, _watched(module, calls), torch.random.fork_rng(devices=[]):
+        with standing_in(module, make) as named, _watched(module, calls, by_expert), torch.random.fork_rng(devices=[]):
             touched = _Touched({id(param): name for name, param in named.items()})
             with torch.enable_grad(), fake or nullcontext(), touched:
                 run(module, batch)
     finally:
         state.restore()
-    return calls, touched.seen
+    return calls, touched.seen, by_expert
 
 
-def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> AbstractContextManager[None]:
+def _watched(
+    module: nn.Module, calls: dict[str, CandidateCall], by_expert: dict[str, tuple[int, ...]]
+) -> AbstractContextManager[None]:
     """Context: candidates note their calls, and return tensors of the right shape instead of computing."""
     return other_forwards(
         {
-            child: _recorder(child, path, calls)
+            child: _recorder(child, path, calls, by_expert)
             for path, child in module.named_modules()
             if path and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _first_dims(child)
         }
@@ -182,12 +197,18 @@ def _first_dims(child: nn.Module) -> list[int]:
     return sorted(elements, key=lambda size: -elements[size])
 
 
-def _recorder(child: nn.Module, path: str, calls: dict[str, CandidateCall]) -> Callable:
+def _recorder(
+    child: nn.Module, path: str, calls: dict[str, CandidateCall], by_expert: dict[str, tuple[int, ...]]
+) -> Callable:
     own = child.forward
+    stacked = [param.shape for param in child._parameters.values() if param is not None and param.dim() == 3]
+    matrices = {(count, width) for count, *sides in stacked for width in sides}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = read_call(args, kwargs)
         if call is None:
+            shapes = [tuple(x.shape) for x in tensors_in((args, kwargs)) if x.dim() > 2]
+            by_expert.update((path, shape) for shape in shapes if (shape[0], shape[-1]) in matrices)
             return own(*args, **kwargs)
         rows, index, _ = call.read(args, kwargs)
         emptied = tree_map_only(torch.Tensor, lambda tensor: None, (args, kwargs))

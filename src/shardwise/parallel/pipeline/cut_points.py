@@ -57,7 +57,7 @@ def find_places(
         # a stage that began where gradients are off would switch them on in the middle; uses of a weight or buffer
         # that the forward writes belong into one stage (`test_no_stage_begins_between_two_uses_of_what_is_written`)
         off = (call.path, call.place, call.own and call.own[0]) in flow.without_gradient
-        if off or flow.written_around(call.enter) is not None:
+        if off or flow.written_around(call.enter) is not None or flow.rewritten_after(call.enter):
             continue
         if missing:
             others.append((call, missing[0]))
@@ -166,11 +166,13 @@ def choose(
         if named and (own or {place.call.path for place in places} >= set(named)):
             return _named(flow, module, places, others, named)
         tiers += [places] if own else [[place for place in places if place.clean], places]
-    best = _best(flow, module, tiers, count)
+    best = _best(flow, module, _of_fixed_sizes(flow, tiers), count)
     if not best and count > 1:  # last: between calls of torch's functions by a module's own code
         between = _outside(find_places(flow, own=True, functions=True)[0], units)
         between = [place for place in between if not (apart and crossed_at(flow, place))]
-        best = _best(flow, module, [between], count)
+        best = _best(flow, module, _of_fixed_sizes(flow, [between]), count)
+        # a size that hangs on values is no function of its arguments' shapes for certain: the first step may refuse it
+        best = best or _best(flow, module, tiers, count) or _best(flow, module, [between], count)
     if not best and len(places) < count - 1:
         raise RefusedPlan(_too_few(flow, module, places, others, count) + apart)
     if not best and count > 1:
@@ -178,6 +180,11 @@ def choose(
             f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
         )
     return best
+
+
+def _of_fixed_sizes(flow: Flow, tiers: list[list[CutPoint]]) -> list[list[CutPoint]]:
+    """Returns the places, list by list, where all that crosses has a size that the shapes of a batch tell."""
+    return [[place for place in tier if flow.sized.isdisjoint(place.numbers)] for tier in tiers]
 
 
 def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:

@@ -265,6 +265,12 @@ def as_left(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 def told_written(flow: Flow, module: nn.Module, call: ModuleCall) -> str:
     """Returns why no stage may begin at a call between two uses of what the forward writes into, or ""."""
+    if shared := flow.rewritten_after(call.enter):
+        first, second, *_ = (f"'{flow.maker(number) or 'the outermost forward'}'" for number in shared)
+        return (
+            f"at {call.label} two tensors share one memory (a slice and its base; made in {first} and {second}), which "
+            "the forward writes into afterwards and reads by both: clone() one of them, or cut elsewhere"
+        )
     state, named = flow.written_around(call.enter), (*module.named_parameters(), *module.named_buffers())
     names = [name for name, tensor in named if id(tensor) == state]
     reason = "the forward writes into '{}' what depends on parameters, and all that uses it belongs into one stage"

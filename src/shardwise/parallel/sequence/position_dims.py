@@ -57,11 +57,7 @@ def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> t
 
 def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
     """Yields (of each leaf, its dims of one size, a phrase for the user) for each size that a batch has."""
-    leaves, _ = tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
-    integers = [n for t in tensors if not t.is_floating_point() for n in t.shape[1:]]
-    sizes = dict.fromkeys(n for n in [*integers, *(n for t in tensors for n in t.shape[1:])] if n > 1)
-    of_size = {size: tuple(_along(leaf, samples, size) for leaf in leaves) for size in sizes}
+    leaves, of_size = tree_flatten(batch)[0], _by_size(batch, samples)
     for size, dims in of_size.items():
         if any(len(along) == 1 for along in dims):  # else nothing is cut: tensors with it several times stay whole
             yield dims, f"dims of {size}"
@@ -70,6 +66,23 @@ def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
         for place, said in (0, "first"), (-1, "last"):
             if several == {3}:
                 yield tuple(along[place : place + 1 or None] for along in dims), f"the {said} dims of {size}"
+
+
+def of_several(batch: Any, samples: int, names: tuple[str, ...]) -> dict[str, int]:
+    """Returns, by tensor, the first of several dims of one size, which nobody proposes to cut; {} without such."""
+    for dims in _by_size(batch, samples).values():
+        if not any(len(along) == 1 for along in dims):
+            return {name: along[0] for name, along in zip(names, dims, strict=True) if along}
+    return {}
+
+
+def _by_size(batch: Any, samples: int) -> dict[int, Dims]:
+    """Returns, by each size behind the samples, the dims of it that each leaf has; integer tensors' sizes first."""
+    leaves, _ = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
+    integers = [n for t in tensors if not t.is_floating_point() for n in t.shape[1:]]
+    sizes = dict.fromkeys(n for n in [*integers, *(n for t in tensors for n in t.shape[1:])] if n > 1)
+    return {size: tuple(_along(leaf, samples, size) for leaf in leaves) for size in sizes}
 
 
 def _along(leaf: Any, samples: int, size: int) -> tuple[int, ...]:

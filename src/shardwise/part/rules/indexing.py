@@ -1,6 +1,7 @@
 """Reading at indices: `x[i, j]`, `index_select`, `gather`, `take_along_dim`; by masks: masks; writing: scatters.
 
-By plain indices of the cut dim each entry's owner adds it to a sum; by indices that are cut each rank reads at its own.
+By plain indices of the cut dim each entry's owner adds it to a sum; by indices that are cut each rank reads at its own,
+and of a cut dim too where these name what the rank has (places that a mask selects).
 Where tiles name the places of a field that is cut too, every rank gathers it, and the run says what that costs.
 
 Label rules return False where the labelled inputs have to stay whole (`part/labels`).
@@ -15,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.host import to_device
-from shardwise.part.cuts import Uncut
+from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.labels import Axes, label
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_as
@@ -38,6 +39,16 @@ def place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return owned, torch.where(owned, place, torch.zeros_like(place))
 
 
+def in_own_share(indices: list, dim: int, owners: Owners) -> list | None:
+    """Returns the indices, that of the cut dim counting this rank's own rows; None where it names those of others."""
+    named: Any = indices[dim] if dim < len(indices) else None
+    if not is_part(named) or not named.names_own(owners):
+        return None
+    mine = to_device(owners.indices(named.axis.index), named.device)
+    own = named.with_local(torch.searchsorted(mine, named.local.contiguous()))
+    return [own if d == dim else i for d, i in enumerate(indices)]
+
+
 def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns a share with one more index of zeros behind its own, which stands for what other ranks have."""
     return torch.ops.aten.constant_pad_nd.default(local, [0, 0] * (local.dim() - 1 - dim) + [0, 1])
@@ -49,6 +60,8 @@ def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, dim, places = args
     if is_part(places) and not is_part(x):  # every rank has what is read, and reads it at its own share of the places
         return places.with_local(func(x, dim, places.local), dim % x.dim())
+    if is_part(x) and (own := in_own_share([None] * (dim % x.dim()) + [places], x.dim_cut, x.owners)):
+        return _read_by_own(torch.ops.aten.index.Tensor, x.local, own)
     if is_part(x) and x.dim_cut != dim % x.dim():
         return x.with_local(func(x.local, dim, places))
     if not is_part(x) or not x.axis.positions or is_part(places):
@@ -124,6 +137,8 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     part, indices = args[0], list(args[1])
     if is_mask(indices):
         return selected(func, args, kwargs)
+    if is_part(part) and (own := in_own_share(indices, part.dim_cut, part.owners)):
+        return _read_by_own(func, part.local, own)
     used = [d for d, i in enumerate(indices) if i is not None]
     if is_part(part) and part.axis.positions and part.dim_cut in used and not parts_in(indices):
         return _picked(func, part, indices)
@@ -199,6 +214,7 @@ def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
     # masks select, and have a rule of their own
     parts = [item for item in indices if isinstance(item, Part)]
     by_tiles = any(not part.dtype.is_floating_point and part.dtype not in MASKS for part in parts)
+    by_tiles = by_tiles and not (isinstance(input, Part) and any(part.names_own(input.owners) for part in parts))
     return getitem(_readable(input, _dims_read(indices, input.dim())) if by_tiles else input, index)
 
 
@@ -225,7 +241,8 @@ def _readable(input: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
 @answers(torch.index_select, torch.Tensor.index_select, cut_once=False)
 def index_select_of_tiles(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Returns `torch.index_select` along a dim that may be cut, by an index that may be."""
-    return torch.index_select(_readable(input, [dim]) if isinstance(index, Part) else input, dim, index)
+    own = isinstance(input, Part) and isinstance(index, Part) and index.names_own(input.owners)
+    return torch.index_select(_readable(input, [dim]) if isinstance(index, Part) and not own else input, dim, index)
 
 
 whole_without_rule("take_along_dim")

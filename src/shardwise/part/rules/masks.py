@@ -1,4 +1,4 @@
-"""Elements of a cut tensor that a mask selects: `x[mask]` and `x[mask] = values`.
+"""Elements of a cut tensor that a mask selects: `x[mask]`, `x[mask] = values`; their places: `mask.nonzero()`.
 
     mask (B, H, W) cut along H over two ranks        owner of each selected element, in the order of (B, H, W)
     sample 0: rank 0 selects 3, rank 1 selects 2     0 0 0 1 1
@@ -7,6 +7,9 @@
 Each rank selects in its own share. Who owns which element follows from how many each rank selects for every index in
 front of the cut dim: these counts are summed over ranks, and nothing else is sent. Python reads them, as torch does in
 one process to know how many there are.
+
+Places are numbers of the whole tensor. Each rank has those in its own share, and what reads or writes rows there (the
+tokens of one expert) does so on shares (`rules/indexing`, `rules/scatters`).
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.host import has_values, read
+from shardwise.host import has_values, read, to_device
 from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.gathering import gathered_told
 from shardwise.part.known import note_known
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned, share_as
 from shardwise.part.sums import Sum, all_sum, plain
-from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in
+from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
 
 MASKS = (torch.bool, torch.uint8)
 
@@ -77,6 +81,24 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
         raise Uncut(no_rule(func, parts_in(args)))
     output = func(share_as(x, lead, cut), [*[None] * place, theirs], values, *rest, **kwargs)
     return x if func._schema.is_mutable else lead.with_local(output, cut)
+
+
+@rule("nonzero")
+def nonzero(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns `mask.nonzero()` (and `torch.where(mask)`) as a part: a rank has the places in its own share."""
+    mask, cut = args[0], args[0].dim_cut
+    if not mask.axis.positions:
+        raise Uncut(no_rule(func, [mask]))
+    if isinstance(mask.local, Distributed):  # an axis further in would have to know both numberings: done whole
+        everywhere = plain(gathered_told(mask, "a mask whose places are asked for"))
+        return func(everywhere if mask.axis.rehearsal is None else everywhere == everywhere)
+    whole = _whole_in_rehearsal(mask, mask)
+    theirs = _seen(mask, mask.local, cut, whole)
+    columns = list(func(theirs).unbind(1))
+    columns[cut] = to_device(mask.owners.indices(mask.axis.index), theirs.device)[columns[cut]]
+    places = mask.with_local(torch.stack(columns, 1), 0, _owners(mask, theirs, cut, whole))
+    places.own = mask.owners, cut if mask.dim() > 1 else None
+    return places
 
 
 def _place(indices: list) -> tuple[int, torch.Tensor]:

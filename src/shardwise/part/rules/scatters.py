@@ -11,7 +11,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered, gathered_told
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_as
-from shardwise.part.rules.indexing import place_of, places_of, share_of_index, with_one_more
+from shardwise.part.rules.indexing import in_own_share, place_of, places_of, share_of_index, with_one_more
 from shardwise.part.rules.masks import MASKS, is_mask, put
 from shardwise.part.rules.writes import write
 from shardwise.part.sums import Sum, reduced
@@ -80,8 +80,10 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, indices, values, *rest = args
     if is_mask(indices):
         return put(func, args, kwargs)
-    if is_part(x) and x.axis.positions and not parts_in(indices):
-        return _put_by_whole_indices(func, x, indices, values, rest)
+    if (put_in_own := _put_in_own(func, x, indices, values, rest)) is not None:
+        return put_in_own
+    if is_part(x) and x.axis.positions:
+        return _put_by_whole_indices(func, x, [gathered(i) if is_part(i) else i for i in indices], values, rest)
     # the cases below give new tensors
     if func._schema.is_mutable:
         raise Uncut(no_rule(func, parts_in(args)))
@@ -99,6 +101,34 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     dim = values.dim_cut if values.dim_cut < used[0] else values.dim_cut - added + len(used)
     local = share_as(x, values, dim, func)
     return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)
+
+
+def _put_in_own(func: Any, x: torch.Tensor, indices: list, values: torch.Tensor, rest: list) -> Part | None:
+    """Returns x after `x[i, j, ...] = values`, or `+=`, each rank at its own rows; None where it names others' too."""
+    named = [(d, i) for d, i in enumerate(indices) if is_part(i) and i.own is not None and i.own[0].size == x.shape[d]]
+    if not named or (func._schema.is_mutable and not is_part(x)):
+        return None
+    (cut, lead), *_ = named
+    owners = lead.own[0]
+    own = in_own_share(indices, cut, owners)
+    if own is None or (is_part(x) and (x.dim_cut, x.owners) != (cut, owners)):
+        return None
+    local = x.local if is_part(x) else owners.take(x, cut, lead.axis.index)
+    place = lead.dim_cut - lead.dim()  # of the cut dim among those of the indices, from the last one
+    shares = [None if i is None else share_of_index(func, i, lead, place) for i in own]
+    behind = _dims_behind([d for d, i in enumerate(indices) if i is not None], x.dim())
+    at = values.dim() - behind + place
+    if is_part(values):
+        values = share_as(values, lead, at, func)
+    elif at >= 0 and values.shape[at] != 1:
+        values = lead.share(values, at)
+    filled = func(local, shares, values, *rest)
+    return x if func._schema.is_mutable else lead.with_local(filled, cut, owners)
+
+
+def _dims_behind(used: list[int], dims: int) -> int:
+    """Returns how many dims of `x[i, j, ...]` lie behind those of its indices."""
+    return dims - 1 - used[-1] if used == list(range(used[0], used[-1] + 1)) else dims - len(used)
 
 
 def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tensor, rest: list) -> Part:
@@ -169,10 +199,14 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if not is_part(source):
         return x.with_local(func(x.local, dim, index, x.share(source, x.dim_cut), **kwargs))
     cut = source.dim_cut
-    # each rank has some of the rows, and x is whole: the rows' sum over ranks is added to x, once
-    if dim == cut and not is_part(x):
-        mine = index.local if is_part(index) else source.share(index, 0)
-        return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)
+    if is_part(x) and (own := in_own_share([None] * dim + [index], x.dim_cut, x.owners)):
+        rows = own[dim]
+        return x.with_local(func(x.local, dim, rows.local, share_as(source, rows, dim, func), **kwargs))
+    # each rank has some of the rows: their sum over ranks is added to x, once
+    if dim == cut and (not is_part(x) or x.dim_cut == dim):
+        mine = share_as(index, source, 0, func)
+        zeros = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        return x + Sum.of(func(zeros, dim, mine, source.local, **kwargs), source.axis, source.origin)
     if dim == cut or is_part(index) or (is_part(x) and (x.dim_cut != cut or not x.beside(source))):
         raise Uncut(no_rule(func, parts_in(args)))
     target = x.local if is_part(x) else source.share(x, cut)

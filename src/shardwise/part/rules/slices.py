@@ -123,7 +123,10 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return one_of_many(part, dim, index)
     if dim == part.dim_cut:
         raise Uncut(f"one index is taken out of a dim whose indices lie on different ranks ({no_rule(func, [part])})")
-    return part.with_local(part.local.select(dim, index), part.dim_cut - (dim < part.dim_cut))
+    selected = part.with_local(part.local.select(dim, index), part.dim_cut - (dim < part.dim_cut))
+    if part.own is not None and (dim, index % part.shape[dim]) == (1, part.own[1]):
+        selected.own = part.own[0], None
+    return selected
 
 
 def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
