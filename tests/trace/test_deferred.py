@@ -382,12 +382,3 @@ def test_generators_in_other_states_are_told_apart() -> None:
         return build(lambda: unlike_tasks.drawn_by(seed), 0).fingerprint()
 
     assert printed(1) == printed(1) != printed(2)
-
-
-def test_one_module_that_is_returned_twice_is_refused() -> None:
-    net = nn.Linear(2, 2)
-    build(lambda: net, 0)
-    with pytest.raises(InputError, match=r"returned one Linear twice.*copy.deepcopy\(net\)"):
-        build(lambda: net, 0)
-    for _ in range(2):
-        build(lambda: copy.deepcopy(net), 0)

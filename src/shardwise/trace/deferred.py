@@ -23,7 +23,6 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -280,9 +279,6 @@ def refuse_compiled(module: nn.Module) -> None:
         raise InputError(f"Task.model returned what {by} made. {_PLAIN}, and compile=true of a plan compiles it")
 
 
-_GIVEN: WeakSet[nn.Module] = WeakSet()  # what constructors returned, each a new one
-
-
 def checked(module: Any) -> nn.Module:
     """Returns the module that a constructor gave. Raises `InputError`; `RefusedPlan` for weights without a shape."""
     if not isinstance(module, nn.Module):
@@ -290,12 +286,6 @@ def checked(module: Any) -> nn.Module:
         if inspect.isclass(module):
             got = f"the class {module.__name__}: call it, {module.__name__}()"
         raise InputError(f"Task.model must return an nn.Module, got {got}")
-    if module in _GIVEN:
-        raise InputError(
-            f"Task.model returned one {type(module).__name__} twice, which a plan changes in place: build it anew in "
-            "each call, model=Net, or copy one that is there, model=lambda: copy.deepcopy(net)"
-        )
-    _GIVEN.add(module)
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(f"Task.model returned a {type(module).__name__}. {_PLAIN}")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
