@@ -344,7 +344,10 @@ def _other_samples(sides: Difference) -> int | None:
 
 
 def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], float]:
-    """(coefficients of the sum of `parts` that is nearest to `whole`, what is left over, relative)."""
+    """(coefficients of the sum of `parts` that is nearest to `whole`, what is left over, relative; all of it where so
+    many parts would fit anything)."""
+    if len(parts) >= len(whole):
+        return [0.0] * len(parts), 1.0
     found = torch.linalg.lstsq(torch.stack(parts, 1), whole.unsqueeze(1), driver="gelsd").solution.flatten()
     rest = torch.stack(parts, 1) @ found - whole
     return found.tolist(), float(rest.norm() / max(float(whole.norm()), 1e-300))

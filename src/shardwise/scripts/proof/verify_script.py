@@ -30,7 +30,7 @@ from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
 from shardwise.proof.rounding import NUDGES, Noise, add_noise
 from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof import receipts
-from shardwise.scripts.proof.cause import Difference, cause_of, first_difference
+from shardwise.scripts.proof.cause import Cause, Difference, cause_of, first_difference
 from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
@@ -119,18 +119,12 @@ def verify_script(
 
     Raises `InputError` for a script that fails in one process too, or in which nothing was trained.
     """
-    asked = _asked(path, arguments, plan, steps, epochs, nproc, cwd)
-    if against is not None:
-        asked = replace(asked, shorten=None)
-        if not Path(against).is_file():
-            raise InputError(f"verify: there is no file {against} (--against)")
-    runs = _Runs(pool, timeout_s)
+    asked, runs = _asked(path, arguments, plan, steps, epochs, nproc, cwd, against), _Runs(pool, timeout_s)
     say(f"verify: {asked.path} in one process, in float64")
-    parity = Parity("", 0)
+    parity = Parity("", 0, bars=dict(FLOAT64_BARS))
     asked, first, failed = _one_process(runs, asked, one)
     chosen = _plan_of(plan, first, asked)
-    reference = _as_reference(asked, against, one)
-    own = first
+    reference, own = _as_reference(asked, against, one), first
     if against is not None:
         say(f"verify: {reference.path} in one process")
         first = runs.alone(reference)
@@ -146,14 +140,14 @@ def verify_script(
     records = _on_ranks(runs, asked, chosen, parity)
     if parity.error and asked.exact:
         say("verify: that fails; the same in the script's own precision")
-        asked, reference = replace(asked, exact=False), replace(reference, exact=False)
-        records = _on_ranks(runs, asked, chosen, replace(parity))
+        records = _on_ranks(runs, replace(asked, exact=False), chosen, replace(parity))
         if records is not None:
-            first = own = runs.alone(reference)
             failed, parity.error = parity.error, None
+            asked, reference = replace(asked, exact=False), replace(reference, exact=False)
+            first = runs.alone(reference)
+            own = first if against is None else runs.alone(_as_reference(asked, None, one))
     if records is None:
         return parity
-    parity.bars = dict(FLOAT64_BARS)
     if not asked.exact:
         _set_bars(runs, reference, first, records, parity, failed)
     many = joined(records, foreign=asked.foreign)
@@ -170,15 +164,18 @@ def verify_script(
         if without_losses:
             _leave_losses(again, first, Parity("", 0))
             _leave_losses(own, first, Parity("", 0))
-        control, changed = _against(first, again), None if against is None else _against(first, own, starts=False)
-        layout = chosen or Plan(dp_replicate=world)
-        apart, cures = _apart(runs, asked, layout), _cures(runs, asked, layout, first)
-        parity.cause = cause_of(
-            Difference(first, records, parity, layout, control, apart, cures, str(against), changed, asked.foreign)
-        )
+        sides = Difference(first, records, parity, chosen or Plan(dp_replicate=world), _against(first, again))
+        changed = None if against is None else _against(first, own, starts=False)
+        parity.cause = _cause(runs, asked, replace(sides, before=str(against), changed=changed))
     if chosen is not None:
         receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
     return parity
+
+
+def _cause(runs: _Runs, asked: ScriptJob, sides: Difference) -> Cause | None:
+    """Returns the likely cause of a difference, None where nothing fits. The ranks run again where that tells more."""
+    apart, cures = _apart(runs, asked, sides.plan), _cures(runs, asked, sides.plan, sides.single)
+    return cause_of(replace(sides, apart=apart, cures=cures, foreign=asked.foreign))
 
 
 def _refuse_not_finite(first: ScriptRecord) -> None:
@@ -307,11 +304,13 @@ def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
 
 def _asked(
     path: str | Path, arguments: Sequence[str], plan: Any, steps: int | None, epochs: int | None, nproc: int | None,
-    cwd: str | Path | None,
+    cwd: str | Path | None, against: str | Path | None,
 ) -> ScriptJob:  # fmt: skip
     script = Path(path)
     if not script.is_file():
         raise InputError(f"verify: there is no file {path}")
+    if against is not None and not Path(against).is_file():
+        raise InputError(f"verify: there is no file {against} (--against)")
     if cwd is not None and not Path(cwd).is_dir():
         raise InputError(f"verify: --cwd {cwd} is no folder")
     if plan is not None and nproc is not None:
@@ -319,7 +318,8 @@ def _asked(
     return ScriptJob(
         str(script.resolve()), tuple(arguments), plain=True, plan=None if plan is None else str(Plan.parse(plan)),
         limit=None if epochs is not None else steps, epochs=epochs,
-        shorten=KEPT if steps is not None and epochs is None and nproc is None else None, foreign=nproc is not None,
+        shorten=KEPT if steps is not None and epochs is None and nproc is None and against is None else None,
+        foreign=nproc is not None,
         folder=str(Path(cwd or ".").resolve()), stands_in=cwd is None,
     )  # fmt: skip
 
