@@ -14,6 +14,8 @@ from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.proof.outcome import Parity
 from shardwise.ranks import RankPool
+from shardwise.scripts.prepared import Prepared
+from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import files_of
 from shardwise.scripts.proof.recorder import BLOCKS, sketch
 from shardwise.scripts.proof.scratch import looking_like
@@ -368,3 +370,8 @@ def test_links_are_followed_to_what_they_lead_to(tmp_path: Path, monkeypatch: py
         assert {"linked/train.py", "linked/deep/part_by_file.py", "part_by_file.py", "part_outside.py"} <= names
         assert (Path(folder) / "real" / "train.py").is_file()
         assert (Path(folder) / "linked" / "deep" / "again").is_symlink()  # to what is being copied
+
+
+def test_what_one_process_of_a_proof_offers_ranks_have_too() -> None:
+    offered = {name for name in vars(Plain) if not name.startswith("_")} - {"save"}  # for shardwise.save
+    assert offered <= set(dir(Prepared)), offered - set(dir(Prepared))

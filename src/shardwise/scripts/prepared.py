@@ -439,3 +439,8 @@ class Prepared(Stepping):
     def rank(self) -> int:
         """This rank."""
         return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of the plan."""
+        return self.mesh.world.size
