@@ -19,7 +19,7 @@ SOURCE = Path(shardwise.__file__).parent
 # room -> floor; a room is a module or a package, and `parallel` has one room for each technique
 FLOORS = {
     "errors": 0, "task": 0, "dataset": 0, "layout": 0, "config": 0, "cluster": 0,
-    "host": 0, "device": 0, "boundary": 0, "guard": 0, "task_files": 0, "progress": 0, "report": 1,
+    "host": 0, "device": 0, "boundary": 0, "guard": 0, "task_files": 0, "progress": 0, "python_seeds": 0, "report": 1,
     "costs": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "heads": 1, "task_names": 1, "digest": 1, "adapters": 1, "parallel.fsdp": 2,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardwise
 from shardwise import Task
@@ -60,3 +61,26 @@ def test_verbs_find_what_train_finds(tmp_path: Path, pool: RankPool) -> None:
     assert forecast.step_s > 0
     task: Task = resolve_task(str(path))
     assert shardwise.simulate(task, "dp_replicate=2", "2 h100-sxm-80gb", global_batch=8).step_s == forecast.step_s
+
+
+UNSEEDED = """
+import random
+import numpy, torch
+from shardwise import Task
+from shardwise.models.tasks import mlp
+at_import = torch.rand(1).item(), numpy.random.rand(), random.random()
+def task():
+    return mlp().with_(name=repr((at_import, torch.rand(1).item(), numpy.random.rand(), random.random())))
+"""
+
+
+def test_a_file_draws_the_same_without_a_seed_in_every_process(tmp_path: Path) -> None:
+    """Each process imports it by itself: unseeded data would be another on every rank."""
+    drawn = []
+    for name in ("first_of_two", "second_of_two"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(UNSEEDED)
+        stood = torch.get_rng_state()
+        drawn.append(resolve_task(f"{path}:task").name)
+        assert torch.equal(torch.get_rng_state(), stood)
+    assert drawn[0] == drawn[1]

@@ -20,13 +20,15 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import InputError, ShardwiseError, did_you_mean, nearest, rebuilt
+from shardwise.python_seeds import python_restored, seed_python
 from shardwise.task import Task
 from shardwise.task_files import looked_in, which_task
 
@@ -103,7 +105,8 @@ def _import(task: str, name: str) -> ModuleType:
         sys.path.insert(0, str(folder))
     stood = Path.cwd()
     try:
-        module = importlib.import_module(name)
+        with _drawn_alike():
+            module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
         if name == missing or name.startswith(missing + "."):
@@ -122,6 +125,20 @@ def _import(task: str, name: str) -> ModuleType:
         of = f" ({found})" if found else ""
         raise InputError(f"task {task!r}: another module is called {name} too{of}: give the file another name")
     return module
+
+
+@contextmanager
+def _drawn_alike() -> Iterator[None]:
+    """Context: code that makes a task's data without a seed draws the same numbers in every process; it is run in each.
+
+    torch's, numpy's and Python's generators are then as they were.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]), python_restored():
+        torch.manual_seed(0)
+        seed_python(0)
+        yield
 
 
 def _like_modules(name: str) -> str:
@@ -161,7 +178,8 @@ def call_task(task: str, value: Any) -> Task:
     if needs:
         raise InputError(f"task {task!r}: takes {', '.join(needs)}; it is called with nothing: give them defaults")
     try:
-        made = value()
+        with _drawn_alike():
+            made = value()
     except (Exception, SystemExit) as error:
         raise _task_error(task, "calling it failed", error) from error
     if not isinstance(made, Task):

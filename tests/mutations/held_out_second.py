@@ -58,7 +58,7 @@ DATA = [
 ]  # fmt: skip
 
 RANDOM = [
-    bug("Python's generator is seeded alike in every step", "random.python_seeds:seed_python", "random.seed(seed)",
+    bug("Python's generator is seeded alike in every step", "python_seeds:seed_python", "random.seed(seed)",
         "random.seed(0)", "module_tasks:layer_drop_python", TWO),
     bug("normal noise is uniform", "random.draws:_draw_standard_normal", "normal(bits)", "uniform(bits)",
         T + "noised", TWO),

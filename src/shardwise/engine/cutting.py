@@ -49,7 +49,7 @@ def cut_module(
     """
 
     def agreed() -> StagePlacement:
-        sample = few_samples(task, plan, mesh.data, mesh.device)
+        sample = few_samples(task, plan, mesh.world, mesh.device)
         cut, notice = cut_forward(task, plan, precision, sample, built, blocks, mesh.pp.index, inseparable)
         _agree(cut, mesh)
         cut.notices = _notices(cut, notice)

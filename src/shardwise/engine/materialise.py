@@ -17,6 +17,7 @@ from shardwise.parallel.slots import ValueOf
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.deferred import Built, build, build_for_real, named_tensors, refuse_compiled
+from shardwise.trace.made_before import is_watched
 from shardwise.trace.stand_in import exchange
 
 
@@ -31,10 +32,10 @@ def build_everywhere(
     own  whether the task's constructor makes the module, and no script has it already
     Raises `RefusedPlan` for a hook that it puts on the gradient of a weight.
     """
-    built = build(task.model, seed)
+    built = build(task.model, seed, own=own)
     if has_samples(task):  # a script's own may be compiled
         refuse_compiled(built.module)
-    hooked = hooked_weight(built.module) if own else None
+    hooked = hooked_weight(built.given) if own else None
     if hooked is not None and has_samples(task):  # else a script's own module, whose hooks `prepare` has looked at
         raise RefusedPlan(
             f"the constructor puts a hook on the gradient of parameter '{hooked}', and ranks hold this weight anew, in "
@@ -49,7 +50,8 @@ def build_everywhere(
     if bool((table == table[0]).all()) and not built.notice:
         return built, built.value
     if not built.notice:
-        built = build_for_real(task.model, seed, "its constructor takes values that differ between ranks")
+        reason = "its constructor takes values that differ between ranks"
+        built = build_for_real(task.model, seed, reason, own=own)
         built.value_from = task.weights
 
     def received(name: str) -> torch.Tensor:
@@ -106,8 +108,10 @@ def noting_digests(value_of: ValueOf, names: Container[str], digests: dict[str, 
 
 def hooked_weight(module: nn.Module) -> str | None:
     """Returns the name of a parameter with a hook on its gradient, if there is one."""
-    named = module.named_parameters()
-    return next((name for name, param in named if param._backward_hooks or param._post_accumulate_grad_hooks), None)
+    for name, param in module.named_parameters():
+        if (param._backward_hooks and not is_watched(param)) or param._post_accumulate_grad_hooks:
+            return name
+    return None
 
 
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor], kinds: tuple[str, ...]) -> None:

@@ -170,7 +170,7 @@ def _made_fit(
     # Found by names alone, at no cost; whether it does takes a forward.
     replaces = may_replace(module) and (few is not None or has_samples(task))
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
-        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
+        few = a_few(few_samples(task, plan, mesh.world, mesh.device))
     notices += hold_replaced(task, precision, built, few) if replaces else []
     # Before cuts are looked for: shards, shares and messages are of real numbers.
     built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)

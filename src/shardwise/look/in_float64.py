@@ -26,7 +26,7 @@ from shardwise.layout import Plan
 from shardwise.look.one_process import MOST_ELEMENTS, Untried
 from shardwise.look.watched_run import Evaluate, Runner, Seen
 from shardwise.precision import Precision
-from shardwise.random import python_restored
+from shardwise.python_seeds import python_restored
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.forward import Forward
 from shardwise.step.loss import Loss

@@ -21,7 +21,7 @@ from shardwise.device import CPU
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.look.memory_limits import is_out_of_memory, of_pairs
 from shardwise.precision import Precision
-from shardwise.random import python_restored
+from shardwise.python_seeds import python_restored
 from shardwise.step.batching import path_of, samples_in
 from shardwise.step.forward import run_alone
 from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward

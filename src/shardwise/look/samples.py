@@ -40,22 +40,24 @@ def has_samples(task: Task) -> bool:
     return task.batch is None or task.batch(0) is not None
 
 
-def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any:
+def few_samples(task: Task, plan: Plan, world: Axis, device: torch.device) -> Any:
     """Returns a batch to look at, the same on all ranks. Collective.
 
-    Raises `InputError` where there are fewer samples than data ranks, or where `Task.batch` is not a function of
-    the step alone.
+    Raises `InputError` where there are fewer samples than data ranks, where `Task.batch` is not a function of
+    the step alone, or where ranks find other samples in `Task.data`.
     """
     if task.batch is not None:
         with as_written():
             batch, again = task.batch(0), task.batch(0)  # twice: a generator of its own may move
-        _check_same(batch, again, data, device)
+        _check_same(batch, again, world, device)
         count = samples_in(batch)
     else:
         assert task.data is not None
         check_data(task)
         count = len(task.data)
-        batch = read_samples(task, list(range(min(count, SAMPLES))))
+        indices = list(range(min(count, SAMPLES)))
+        batch = read_samples(task, indices)
+        _check_data_alike(task, indices, batch, world, device)
     enough_samples(count, plan)
     return batch
 
@@ -112,7 +114,7 @@ def checksum_of(batch: Any) -> float:
 def refuse_unlike(batch: Any, world: Axis, device: torch.device) -> None:
     """Raises `InputError` where ranks give other batches to `Engine.step`, each of which is to be dealt. Collective."""
     table = gather_rows(put([checksum_of(batch)], device), world)
-    if not bool((table == table[0]).all()):
+    if not _all_alike(table):
         raise InputError(
             "engine.step is given other batches on some ranks: it takes the whole batch of the step, alike on every "
             "rank, and deals out its samples by itself: make it from the step's number alone, and leave a rank's parts "
@@ -120,10 +122,32 @@ def refuse_unlike(batch: Any, world: Axis, device: torch.device) -> None:
         )
 
 
-def _check_same(batch: Any, again: Any, data: Axis, device: torch.device) -> None:
+OTHER_SAMPLES = (
+    "each process imports the task's file by itself: what it draws there without a seed, or reads of a folder that is "
+    "its host's own, is another in each. Seed it (torch.manual_seed(0), numpy.random.default_rng(0)), or read it from "
+    "files that all have"
+)
+
+
+def _check_data_alike(task: Task, indices: list[int], batch: Any, world: Axis, device: torch.device) -> None:
+    """Raise `InputError` where ranks read other samples, each the same ones again. Collective."""
+    mine = checksum_of(batch)
+    if world.size == 1 or _all_alike(gather_rows(put([mine], device), world)):
+        return
+    # a data set that draws in each read from a generator of its own is no other data set
+    steady = float(checksum_of(read_samples(task, indices)) == mine)
+    if bool(gather_rows(put([steady], device), world).all()):
+        raise InputError(f"Task.data gives some ranks other samples than others: {OTHER_SAMPLES}")
+
+
+def _all_alike(table: torch.Tensor) -> bool:
+    return bool((table == table[0]).all())
+
+
+def _check_same(batch: Any, again: Any, world: Axis, device: torch.device) -> None:
     # Each call on each rank against the first one on the first rank.
     sums = [checksum_of(batch), checksum_of(again)]
-    table = gather_rows(put(sums, device), data)
+    table = gather_rows(put(sums, device), world)
     if not bool((table == table[0, 0]).all()):
         where = "on one rank" if bool((table[:, 0] != table[:, 1]).any()) else "from rank to rank"
         raise InputError(

@@ -35,7 +35,7 @@ from shardwise.trace.outside_reads import OutsideReads
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
     """Returns `Findings` of a few samples before the first step; raises where a run would not equal one process."""
     task, share = state.task, partial(_on_all_ranks, state)
-    sample = few_samples(task, state.plan, state.mesh.data, state.device)
+    sample = few_samples(task, state.plan, state.mesh.world, state.device)
     state.notices += [] if task.batch is None else costly(sample)
     whole = a_few(sample)
     if state.staged is not None:

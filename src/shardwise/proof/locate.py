@@ -12,7 +12,7 @@ way: in the module's own weight gradient, or in the sum over ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,9 @@ class Located:
         return f"{when}: {self.phase}{what}, rank {self.rank}{where}: off by {self.error:.1e}{kind}"
 
 
+_DRAWN = "one that is drawn without a seed where the task's file is imported is another in each process"
+
+
 def first_step(parity: Parity) -> int:
     """Returns the first step in which anything exceeds its bar, -1 for the initial values."""
     return min(parity.exceeded.values(), default=0)
@@ -64,7 +67,8 @@ def locate(parity: Parity, single: Record, ranks: Record, look: Look, traces: Se
     """Returns the first difference in the step that was looked at; None where the second run does not show one."""
     step = look.step
     if first_step(parity) < 0:
-        return _named(parity, single, ranks, "parameter", -1, "initial value of", [])
+        first = _named(parity, single, ranks, "parameter", -1, "initial value of", [])
+        return first if first is None or first.kind else replace(first, kind=_DRAWN)
     # ranks of one stage make the same calls: where they do not, the plan has stages
     pipelined = len({tuple(sorted(trace.forward)) for trace in traces}) > 1
     first = _modules(step, look.trace, traces, pipelined)

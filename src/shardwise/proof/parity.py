@@ -92,6 +92,7 @@ def verify(
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
+    _refuse_other_samples(resolved, settings, record)
     _judge(parity, resolved, settings, oracle, record)
     if not parity.equal and parity.exceeded:
         say("verify: running both again, to find where they differ first")
@@ -145,6 +146,16 @@ def _single_dtypes(task: Task, plan: Plan, settings: Any, parity: Parity) -> Any
     except Exception as error:
         parity.notes.append(f"dtypes are not proven: one process fails in {plan.precision}: {first_line(error)}")
         return None
+
+
+def _refuse_other_samples(task: Task, settings: Any, ranks: Any) -> None:
+    """Raises `InputError` where the ranks were given other batches than this process makes."""
+    from shardwise.look.samples import OTHER_SAMPLES, checksum_of
+    from shardwise.proof.settings import global_batch
+
+    for step, checksum in enumerate(ranks.batches):
+        if checksum_of(global_batch(task, settings, step)) != checksum:
+            raise InputError(f"the batch of step {step} is another in the ranks than in this process: {OTHER_SAMPLES}")
 
 
 def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:

@@ -20,6 +20,7 @@ from shardwise.engine.engine import Engine, parallelize
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import cut
+from shardwise.look.samples import checksum_of
 from shardwise.mesh import Mesh
 from shardwise.part import plain
 from shardwise.proof.own_dtypes import rank_dtypes
@@ -60,6 +61,7 @@ def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, M
         with observing as ledger, KeepDouble(), default_dtype(settings.dtype), sizes_of(step):
             result = engine.step(batch)
         record.ledger = ledger.rows() if ledger is not None else []
+        record.batches.append(checksum_of(batch))
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)
         record.gradients.append(_named(engine.full_gradients()))

@@ -25,6 +25,7 @@ class Deviation:
 class Record:
     """A run's tensors, whole, in float64 on the CPU; the lists have one entry for each optimizer step."""
 
+    batches: list[float] = field(default_factory=list)  # a checksum of each step's
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of the whole gradient, before clipping
     gradients: list[Tensors] = field(default_factory=list)

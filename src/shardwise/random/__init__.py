@@ -5,9 +5,8 @@ from shardwise.random.draws import DRAWS
 from shardwise.random.follow_draws import HIDDEN, Randomness, Watch
 from shardwise.random.hashing import WITHOUT, has_kernel, hashed
 from shardwise.random.modes import EACH_ITS_OWN, ConstantRandom, GlobalRandom, Samples, draws
-from shardwise.random.python_seeds import python_restored, seed_python
 
 __all__ = [
     "DRAWS", "EACH_ITS_OWN", "HIDDEN", "WITHOUT", "BatchDims", "ConstantRandom", "Drawn", "GlobalRandom", "Randomness",
-    "Samples", "Watch", "draws", "has_kernel", "hashed", "python_restored", "seed_python",
+    "Samples", "Watch", "draws", "has_kernel", "hashed",
 ]  # fmt: skip

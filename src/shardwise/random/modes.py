@@ -38,11 +38,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.device import allow_cudnn, seed_generators
 from shardwise.errors import RefusedPlan
+from shardwise.python_seeds import python_restored, seed_python
 from shardwise.random.dims import PACKED, UNCLEAR, BatchDims, Drawn
 from shardwise.random.draws import DRAWS, BitSource
 from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
-from shardwise.random.python_seeds import python_restored, seed_python
 from shardwise.trace.deferred import seed_of
 from shardwise.trace.elementwise import draws_each, is_random
 from shardwise.trace.functional import with_values

@@ -53,15 +53,19 @@ from shardwise.task_names import inputs_hint
 from shardwise.tiers import rehearsed
 from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
-from shardwise.trace.deferred import checked, refuse_compiled, told_of_constructor
+from shardwise.trace.deferred import checked, named_tensors, refuse_compiled, told_of_constructor
 from shardwise.trace.fake import Fake
 from shardwise.trace.known_values import BATCH, Values, as_real, give, unpadded
+from shardwise.trace.made_before import copied
 from shardwise.trace.outside_reads import ArgumentWrites
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
     """Returns the module with fake tensors in the plan's dtypes."""
     model = checked(_built(task, fake))
+    outside = [tensor for _, tensor in named_tensors(model) if not (tensor.is_meta or isinstance(tensor, FakeTensor))]
+    if any(isinstance(tensor, nn.Parameter) for tensor in outside):
+        model = copied(model, {id(tensor): tensor for tensor in outside})  # of what was there the structure alone
     refuse_compiled(model)
     if (path := scripted(model)) is not None:
         raise InputError(

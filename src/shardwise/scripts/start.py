@@ -21,7 +21,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
 from shardwise.precision import met
-from shardwise.random import python_restored
+from shardwise.python_seeds import python_restored
 from shardwise.ranks import alike, here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts.entries import Way

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from shardwise.device import attention_as_ops, generators, seed_generators
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
-from shardwise.random import HIDDEN, Samples, seed_python
+from shardwise.python_seeds import seed_python
+from shardwise.random import HIDDEN, Samples
 from shardwise.step.state import RankState
 from shardwise.trace.deferred import seed_of
 

@@ -9,7 +9,8 @@ neither on the layout nor on the order in which they are asked for.
     value("fc.weight")   replays the two ops that wrote that storage
 
 What this does not do: follow a constructor that reads the values of a large tensor, or data that never passes
-through an op. `build` then makes the whole module for real and says so.
+through an op. `build` then makes the whole module for real and says so. A module that was there before the call
+(`model=lambda: net`) is copied (trace/made_before), since a plan changes what it is given in place.
 
 The idea is that of deferred initialisation in torchdistX.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import random
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -31,11 +31,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError, first_line
+from shardwise.python_seeds import seed_python
 from shardwise.task_names import is_own, where
 from shardwise.trace.caches import forget_tables
-from shardwise.trace.constructor_recorder import recording
+from shardwise.trace.constructor_recorder import LARGE, recording
 from shardwise.trace.double import as_written
 from shardwise.trace.leaves import replaced, tensors_in
+from shardwise.trace.made_before import copied, parameters_put, stand_ins
 from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, bytes_of, ref_of
 
 
@@ -54,6 +56,7 @@ class Built:
 
     def __init__(self, module: nn.Module, seed: int, tape: ConstructorTape | None, notice: str = ""):
         self.module = module
+        self.given = module  # what the constructor returned, where `module` is a copy
         self.seed = seed
         self.notice = notice
         self._tape = tape
@@ -120,6 +123,16 @@ class Built:
                     digest.update(self._tape.constants[key].numpy().data)
                 digest.update(b"" if op.generator is None else op.generator.numpy().tobytes())
         return digest.intdigest()
+
+    def set_apart(self) -> None:
+        """Let `module` be a copy where weights of it were there before the constructor was called."""
+        before = None if self._tape is None else self._tape.constants
+        named = self._targets.items()
+        tensors = [target for name, target in named if before is None or self._refs[name].storage in before]
+        if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            with as_written():
+                self.module = copied(self.given, stand_ins(tensors, LARGE if before is not None else None))
+            self._targets = dict(named_tensors(self.module))
 
     def _check(self) -> None:
         tape = self._tape
@@ -198,16 +211,14 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _seed_everything(seed: int) -> None:
-    import numpy
-
     torch.manual_seed(seed_of("build", seed))
-    random.seed(seed_of("build", seed))
-    numpy.random.seed(seed_of("build", seed) % 2**32)
+    seed_python(seed_of("build", seed))
 
 
-def build(model: Callable[[], nn.Module], seed: int) -> Built:
+def build(model: Callable[[], nn.Module], seed: int, *, own: bool = True) -> Built:
     """Returns the module with large tensors deferred; built for real, with a notice, where it cannot be replayed.
 
+    own     a module whose weights were there before the call is copied; False: it is a script's, to be changed itself
     Raises `InputError` when the constructor fails by itself, in one process without shardwise.
     """
     tape = ConstructorTape()
@@ -216,19 +227,22 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
         with as_written(), recording(tape):
             module = checked(model())
         forget_tables(module)  # what a function cached inside has no values
-        return Built(module, seed, tape)
+        built = Built(module, seed, tape)
+        if own:
+            built.set_apart()
+        return built
     except ShardwiseError:
         raise
     except Exception as error:
         reason = first_line(error)
-    return build_for_real(model, seed, reason)
+    return build_for_real(model, seed, reason, own=own)
 
 
-def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Built:
+def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str, *, own: bool = True) -> Built:
     """Returns the module with every weight made here; the engine then hands rank 0's to all ranks, one by one."""
     _seed_everything(seed)
     try:
-        with as_written():
+        with as_written(), parameters_put() as new:
             module = checked(model())
         forget_tables(module)  # the recorded attempt before may have left tensors without values in caches
     except ShardwiseError:
@@ -242,7 +256,10 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
         f"the module's initialisation cannot be replayed ({reason}): it is built whole on every rank and "
         "rank 0's weights are handed out one by one"
     )
-    return Built(module, seed, None, notice)
+    built = Built(module, seed, None, notice)
+    if own and not all(id(param) in new for param in module.parameters()):
+        built.set_apart()
+    return built
 
 
 def told_of_constructor(error: BaseException) -> str:

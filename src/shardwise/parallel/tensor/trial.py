@@ -20,7 +20,7 @@ from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
 from shardwise.part.labels import Axes, Found
 from shardwise.part.parameters import KEPT, ONCE, PastAttributes, see_parts
-from shardwise.random import python_restored, seed_python
+from shardwise.python_seeds import python_restored, seed_python
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake
 from shardwise.trace.known_values import Values, as_real, given_to, known_values_read, values

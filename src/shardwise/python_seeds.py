@@ -1,4 +1,4 @@
-"""Python's and numpy's generators in a step: seeded alike on all ranks, put back afterwards. In reading: reading_seeds.
+"""Python's and numpy's generators: seeded alike in all processes, put back afterwards (in reading: random/).
 
 What this does not do: give each sample draws of its own, as modes do for torch's operations.
 """
