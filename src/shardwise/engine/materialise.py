@@ -32,11 +32,13 @@ def build_everywhere(
     own  whether the task's constructor makes the module, and no script has it already
     Raises `RefusedPlan` for a hook that it puts on the gradient of a weight.
     """
+    has = has_samples(task)
+    own = own and has
     built = build(task.model, seed, own=own)
-    if has_samples(task):  # a script's own may be compiled
+    if has:  # a script's own may be compiled
         refuse_compiled(built.module)
-    hooked = hooked_weight(built.given) if own else None
-    if hooked is not None and has_samples(task):  # else a script's own module, whose hooks `prepare` has looked at
+    hooked = hooked_weight(built.given) if own else None  # `prepare` has looked at the hooks of a script's
+    if hooked is not None:
         raise RefusedPlan(
             f"the constructor puts a hook on the gradient of parameter '{hooked}', and ranks hold this weight anew, in "
             "shares or with gradients that are summands, for which it was not made: scale or mask in the forward "
