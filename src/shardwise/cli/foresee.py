@@ -213,6 +213,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
     Plan.parse(plan_text), Cluster.parse(words["cluster"])
     with waiting(answer, "simulate: loading PyTorch and the figures of the catalogue") as say:
+        from shardwise.cluster.cluster_words import in_words
         from shardwise.planner.door import check_plan, layout_of, plan_for, possible
         from shardwise.planner.proposal_text import forecast_lines, lacking, rank_map
         from shardwise.simulator import step_page, timeline
@@ -228,7 +229,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     answer.fields.update(forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.fits(capacity))
     answer.fields["runnable"] = lacks or True
     lines = [
-        f"{subject.name} under {parsed} on {cluster}, {batch}",
+        f"{subject.name} under {parsed} on {in_words(cluster)}, {batch}",
         *_idle(parsed.world_size, cluster.world_size),
         *subject.remarks,
         *forecast_lines(forecast),

@@ -11,6 +11,8 @@ from shardwise.cluster.cluster import Device, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
 
+LINK = r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?"  # kind, number, ports that a node's devices share
+
 
 def read(name: str) -> list[dict[str, str]]:
     """Returns the rows of a packaged CSV file."""
@@ -103,7 +105,7 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     the rate of the device's own link. Raises `InputError` for unknown names, and for domains of more devices.
     """
     rows = _links()
-    match = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?", name.lower())
+    match = re.fullmatch(LINK, name.lower())
     if not match or match[1] not in rows:
         hint = did_you_mean(name.split("-")[0].lower(), list(rows))
         raise InputError(
@@ -132,6 +134,20 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
         Figure(number / 8 * share * port_share, "formula", source),
         Figure(float(row["hop_us"]), "assumed", "a common value of the field"),
     )
+
+
+def link_words(name: str, below: int) -> str:
+    """Returns what the number in a link's name means, "eth-100: 100 Gb/s for each device"; "" where it has none.
+
+    below  devices of each unit that it joins
+    """
+    match = re.fullmatch(LINK, name)
+    if not match or match[1] not in _links() or _links()[match[1]]["number"] == "devices":
+        return ""
+    if not match[3]:
+        return f"{name}: {match[2]} Gb/s for each device"
+    ports = "1 port" if match[3] == "1" else f"{match[3]} ports"
+    return f"{name}: {ports} of {match[2]} Gb/s, shared by {below} devices"
 
 
 # --- models
