@@ -60,6 +60,7 @@ class Case:
     seconds: float | None
     memory_gib: tuple[tuple[int, float], ...] = ()  # (stage, GiB)
     memory_is_gb: bool = False
+    memory_is_reserved: bool = False
     group: str = ""  # rows with the same group differ in layout alone
     one_layer: bool = False
     open_micro_batch: bool = False  # the row does not say it: the best that fits is taken
@@ -105,6 +106,7 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
         seconds=seconds,
         memory_gib=memory,
         memory_is_gb=in_gb,
+        memory_is_reserved=in_gb and ("reserved" in notes or "torchtitan" in row["source"].lower()),
         group=f"{row['model']} {row['gpu']} n={row['n_gpus']} b={row['global_batch']} s={row['seq_len']} "
         f"{row['precision']}".strip(),
         one_layer="one layer" in row["table"],
@@ -249,8 +251,10 @@ def _by_name(name: str) -> Shape:
 
 def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
     notes = row["notes"]
-    tp, pp, cp = number(row, "tp"), number(row, "pp", 1), number(row, "cp", 1)
     n = number(row, "n_gpus")
+    # without tp where a row that does not say it has data ranks alone, or weights sharded over all of them
+    apart = n == 1 or row["dp"] == str(n) or row["dp_shard"].startswith("3")
+    tp, pp, cp = number(row, "tp", 1 if apart else None), number(row, "pp", 1), number(row, "cp", 1)
     dp = number(row, "dp", max(1, n // (tp * pp * cp)))
     micro = number(row, "micro_batch", 1)
     batch = number(row, "global_batch", micro * dp)

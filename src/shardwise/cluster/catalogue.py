@@ -1,4 +1,4 @@
-"""Devices, links and shapes by name, from files that tools/compact_catalogue.py writes. Fields: `Device` of cluster."""
+"""Devices, links and shapes by name, from the files of data/ (its README). Fields: `Device` of cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from shardwise.cluster.cluster import Device, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
 
+# Keys of other names of a model
+ALSO = {
+    "gpt2": "gpt-2-small", "gpt2124m": "gpt-2-small", "gpt2350m": "gpt-2-medium", "gpt2355m": "gpt-2-medium",
+    "gpt2774m": "gpt-2-large", "gpt21.5b": "gpt-2-xl", "gpt21558m": "gpt-2-xl", "nemotron340b": "nemotron-4-340b",
+    "nemotron15b": "nemotron-4-15b", "kimik2": "kimi-k2-1t-a32b", "grok1": "grok-1-314b", "dbrx": "dbrx-132b-a36b",
+}  # fmt: skip
 LINK = r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?"  # kind, number, ports that a node's devices share
 
 
@@ -172,6 +178,7 @@ def model_names() -> list[str]:
 def model(name: str) -> dict[str, str]:
     """Returns a row of the model catalogue; an unknown name raises `InputError` with the nearest known one."""
     rows = _models()
+    name = ALSO.get(key_of(name), name)
     if name.lower() in rows:
         return rows[name.lower()]
     for full, row in rows.items():

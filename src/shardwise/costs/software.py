@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout
@@ -116,6 +117,9 @@ class Software:
     launch_us        time a kernel's launch adds on the device
     loss             which operations make the loss, a key of LOSS_BYTES
     logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
+    cut_logit_bytes  the same where tp cuts the vocabulary and that takes other operations, else 0
+    kept_gathered    matrices over the vocabulary that ZeRO-3 keeps gathered from forward to backward, as FSDP does with
+                     what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
     fp8              how inputs of the layers' products are scaled where those are in FP8, a key of FP8, else ""
     """
@@ -157,6 +161,8 @@ class Software:
     launch_us: float = 2.0
     loss: str = "fused"
     logit_peak_bytes: float = 14.0
+    cut_logit_bytes: float = 0.0
+    kept_gathered: int = 0
     workspace_bytes: float = 0.0
     fp8: str = ""
     source: str = ""
@@ -188,6 +194,10 @@ MEGATRON_BUCKET = (40e6, 1e6)
 # Megatron (core/tensor_parallel/cross_entropy.py): widened, largest, subtracted, exponents, sum, divided; multiplied,
 # narrowed
 LOSS_BYTES = {"fused": (6, 6), "torch": (14, 18), "parallel": (2 + 4 + 4 + 8 + 8 + 4 + 8, 8 + 4 + 2)}
+
+# PyTorch's loss_parallel: in backward log-probabilities, the gradient of what was picked, exponents and their sum, each
+# in float32 (torch/distributed/tensor/parallel/loss)
+LOSS_PARALLEL = 16.0
 
 # fully_shard copies gathered weights out of its buffer (read and written in bf16, for forward and for backward) and
 # casts gradients to float32 on their way into the buffer that is scattered (torch/distributed/fsdp/_fully_shard)
@@ -262,20 +272,6 @@ SOFTWARE: dict[str, Software] = {
             source="Megatron-LM with Transformer Engine at its defaults: nothing overlaps unless a flag says so",
         ),
         Software(
-            "megatron-core-unfused-loss",
-            attention="cudnn",
-            windows=True,
-            megatron=True,
-            overlap_dp=False,
-            overlap_p2p=False,
-            loss="parallel",
-            states="bf16",
-            logit_peak_bytes=6.0,
-            workspace_bytes=TE_WORKSPACE,
-            source="the same with the cross-entropy of its defaults: a float32 copy of the logits that becomes softmax "
-            "and gradient in place",
-        ),
-        Software(
             "nemo",
             attention="cudnn",
             windows=True,
@@ -303,18 +299,6 @@ SOFTWARE: dict[str, Software] = {
             logit_peak_bytes=6.0,
             source="DeepSeek-V3 (DeepSeek-AI 2024, sections 3.2 and 3.3): rows of experts go once to a node and travel "
             "beside another micro-batch, for which 20 of 132 processors do not compute; moments in bf16",
-        ),
-        Software(
-            "deepseek-v2",
-            attention="flash2",
-            selective="elementwise",
-            overlap_gathers=True,
-            overlap_p2p=True,
-            dispatch="deepep",
-            states="bf16-deepseek",
-            logit_peak_bytes=6.0,
-            source="DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a FlashAttention-2 of their own; rows of experts "
-            "are waited for (what their shared experts hide of it is not counted)",
         ),
         Software(
             "zero-bubble",
@@ -352,6 +336,7 @@ SOFTWARE: dict[str, Software] = {
             loss="torch",
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
+            kept_gathered=2,
             source="PyTorch FSDP with FlashAttention-2 or SDPA",
         ),
         Software(
@@ -368,25 +353,12 @@ SOFTWARE: dict[str, Software] = {
             pipelines_whole=True,
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
-            logit_peak_bytes=10.0,
-            source="torchtitan: FSDP2 and torch.compile, SDPA; selective recompute by operation, every second product",
-        ),
-        Software(
-            "torchtitan-eager",
-            attention="flash2",
-            fused=False,
-            by_unit=True,
-            accumulates=False,
-            unit_bytes=FSDP2_BYTES,
-            selective="products",
             loss="torch",
-            ring="merged",
-            repeats_keys=True,
-            pipelines_whole=True,
-            states="fsdp-mixed",
-            grad_reduce_bytes=4.0,
             logit_peak_bytes=12.0,
-            source="torchtitan without torch.compile",
+            cut_logit_bytes=LOSS_PARALLEL,
+            kept_gathered=2,
+            source="torchtitan until March 2025: FSDP2, SDPA, torch.compile of all but the loss; selective recompute "
+            "of what is elementwise, and of every second product",
         ),
         Software(
             "deepspeed-2021",
@@ -404,6 +376,43 @@ SOFTWARE: dict[str, Software] = {
         ),
     )
 }
+
+
+# The same software at another time, or with another switch: (name, of which, what differs)
+VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "megatron-core-unfused-loss", "megatron-core",
+        {"loss": "parallel", "source": "the same with the cross-entropy of its defaults: a float32 copy of the logits "
+         "that becomes softmax and gradient in place"},
+    ),
+    (
+        "nemo-2024", "nemo",
+        {"attention": "flash2", "loss": "parallel", "dispatch": "each", "source": "NeMo until 24.12: FlashAttention-2, "
+         "since its launcher switched cuDNN's attention off (NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml); "
+         "a cross-entropy that is not fused"},
+    ),
+    (
+        "deepseek-v2", "deepseek",
+        {"attention": "flash2", "overlap_ep": 0.0, "source": "DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a "
+         "FlashAttention-2 of their own; rows of experts are waited for (not counted: what shared experts hide of it)"},
+    ),
+    (
+        "automodel", "fsdp",
+        {"attention": "cudnn", "fused": True, "dispatch": "deepep", "states": "bf16-full", "source": "NeMo AutoModel: "
+         "FSDP2, kernels of Transformer Engine, DeepEP, all in bf16 (its examples/benchmark/configs)"},
+    ),
+    (
+        "torchtitan-eager", "torchtitan",
+        {"fused": False, "waits": False, "source": "torchtitan without torch.compile"},
+    ),
+    (
+        "torchtitan-2025", "torchtitan",
+        {"loss": "fused", "logit_peak_bytes": 4.0, "cut_logit_bytes": 0.0, "kept_gathered": 1, "source": "torchtitan "
+         "since April 2025: the loss is compiled too (pull request 1033): logits are read in bf16, their gradient is "
+         "written; embedding and output matrix are units of their own"},
+    ),
+)  # fmt: skip
+SOFTWARE |= {name: replace(SOFTWARE[of], name=name, **changes) for name, of, changes in VARIANTS}
 
 
 def software(name: str) -> Software:
