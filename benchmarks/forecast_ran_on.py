@@ -152,6 +152,8 @@ def fp8_suffix(row: Mapping[str, str]) -> str:
     footnote of the 25.09 tables of NVIDIA-NeMo/Megatron-Bridge the second ones are FP8 of another granularity too.
     """
     text = row["precision"].lower()
+    if "nvfp4" in text:
+        return FP8["blocks of 16"].suffix
     if "fp8" not in text:
         return ""
     if text.startswith(("fp8-mx", "mxfp8")):

@@ -25,6 +25,7 @@ from forecast_ran_on import (
 
 from shardwise.cluster import Cluster, model
 from shardwise.cluster import device as devices
+from shardwise.costs.fp8 import FP8
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
@@ -127,7 +128,8 @@ def plausible(row: Mapping[str, str], device: str) -> None:
 
 def _faster(row: Mapping[str, str], device: str) -> float:
     """How many times the rate of bf16 the row's precision has at most."""
-    return Kernels(devices(device)[0]).deeper if fp8_suffix(row) else 1.0
+    bits = next((recipe.bits for recipe in FP8.values() if recipe.suffix == fp8_suffix(row)), 16)
+    return Kernels(devices(device)[0], bits=bits).deeper
 
 
 def _possible(seconds: float | None, row: Mapping[str, str], shape: Shape, layout: Layout) -> None:
@@ -156,7 +158,7 @@ def _as_told(row: Mapping[str, str], shape: Shape) -> None:
 
 def _precision(row: Mapping[str, str]) -> str:
     text = row["precision"].lower()
-    if text not in ("", "n/a") and not re.search(r"bf16|bfloat16|fp16|float16|fp8|mixed|amp", text):
+    if text not in ("", "n/a") and not re.search(r"bf16|bfloat16|fp16|float16|fp8|nvfp4|mixed|amp", text):
         raise Skip(f"precision {row['precision']!r} is not modelled")
     return "bf16"
 

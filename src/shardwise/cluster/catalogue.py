@@ -55,7 +55,7 @@ def device(name: str) -> tuple[Device, Tier]:
     def figure(column: str) -> Figure | None:
         return Figure(float(row[column]), kind, row["source"]) if row[column] else None
 
-    values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops")}
+    values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops", "fp4_tflops")}
     if (seen := _capacities().get(key)) is not None:  # what is sold as 80 GB is neither 80 * 10^9 bytes nor 80 GiB
         values["memory_gb"] = Figure(float(seen["seen_gib"]) * 2**30 / 1e9, "published", seen["source"])
     described = Device(

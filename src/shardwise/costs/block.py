@@ -346,9 +346,7 @@ class BlockCosts:
     def _messages(self) -> tuple[list[Message], list[Message]]:
         s, lay = self.shape, self.layout
         whole = lay.tokens * s.hidden * ACT_BYTES
-        gathered = (
-            whole / 2 if self.software.fp8 else whole
-        )  # what a product in FP8 reads is cast before it is gathered
+        gathered = whole * self.software.bits / 16  # what a narrow product reads is cast before it is gathered
         forward: list[Message] = []
         backward: list[Message] = []
         overlapped = self.software.overlap_tp

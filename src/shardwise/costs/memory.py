@@ -142,11 +142,11 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         out["norm inputs"] *= 3
     if written and s.qk_norm:
         out["norms of heads"] = 3 * tokens * (s.query_width + s.kv_heads * s.head_dim) / t * ACT_BYTES
-    if software.fp8:  # inputs of products are kept as they are read, one byte each; attention keeps its own output too
-        out["norm outputs"] /= 2
-        out["activation"] /= 2
+    if software.fp8:  # inputs of products are kept as they are read; attention keeps its own output too
+        out["norm outputs"] *= software.bits / 16
+        out["activation"] *= software.bits / 16
         if lay.recompute != "selective" or software.selective in ("attention", "latents"):  # else it is cast again
-            out["attention output"] *= 1.5
+            out["attention output"] *= 1 + software.bits / 16
     if lay.recompute == "selective" and software.attention != "unfused":
         _drop_what_is_computed_again(out, s, lay, software, stream)
     return out
@@ -233,7 +233,10 @@ def rank_memory(
         passing["head input"] = 2 * stream * min(in_flight, 1.0)
     if software.fp8:  # of the layers' matrices, along rows and along columns; of gathered ones, two layers at a time
         cast = min(layers, 2) if layout.sharded.weights else layers
-        terms["weights in FP8"] = 2.0 * sum(stage_parameters(shape, layout, cast, first=False, last=False).values())
+        both = 2 * software.bits / 8
+        terms[f"weights in FP{software.bits}"] = both * sum(
+            stage_parameters(shape, layout, cast, first=False, last=False).values()
+        )
     if layout.sharded.weights and software.kept_gathered:
         ends = (last + (first and software.kept_gathered > 1)) if not shape.tied else max(first, last)
         terms["ends, gathered"] = ACT_BYTES * ends * shape.vocab * shape.hidden / layout.tp

@@ -121,7 +121,7 @@ class Software:
     kept_gathered    matrices over the vocabulary that ZeRO-3 keeps gathered from forward to backward, as FSDP does with
                      what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
-    fp8              how inputs of the layers' products are scaled where those are in FP8, a key of FP8, else ""
+    fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
     """
 
     name: str
@@ -176,6 +176,11 @@ class Software:
         return max(1, math.ceil(elements / max(self.bucket[0], grown)))
 
     @property
+    def bits(self) -> int:
+        """Returns the bits of an element that the layers' products read."""
+        return FP8[self.fp8].bits if self.fp8 else 16
+
+    @property
     def loss_bytes(self) -> tuple[int, int]:
         """Returns bytes that forward and backward move of one logit; compiled blocks leave the loss as it is."""
         return LOSS_BYTES[self.loss]
@@ -211,7 +216,6 @@ SOFTWARE: dict[str, Software] = {
             attention="flash2",
             fused=False,
             fused_adam=False,
-            overlap_dp=True,
             accumulates=False,
             buckets=True,
             bucket=(BUCKET_BYTES / 4, float(ELEMENTS_PER_RANK)),
@@ -229,7 +233,6 @@ SOFTWARE: dict[str, Software] = {
             "megatron-2021",
             attention="unfused",
             overlap_dp=False,
-            overlap_p2p=False,
             split_sends=True,
             loss="parallel",
             states="bf16",
@@ -240,7 +243,6 @@ SOFTWARE: dict[str, Software] = {
             "megatron-deepspeed",
             attention="unfused",
             overlap_dp=False,
-            overlap_p2p=False,
             split_sends=True,
             accumulates=False,
             widens=True,
@@ -253,7 +255,6 @@ SOFTWARE: dict[str, Software] = {
             "megatron-flash",
             attention="flash2",
             overlap_dp=False,
-            overlap_p2p=False,
             loss="parallel",
             states="bf16",
             logit_peak_bytes=6.0,
@@ -265,7 +266,6 @@ SOFTWARE: dict[str, Software] = {
             windows=True,
             megatron=True,
             overlap_dp=False,
-            overlap_p2p=False,
             states="bf16",
             logit_peak_bytes=6.0,
             workspace_bytes=TE_WORKSPACE,
@@ -277,7 +277,6 @@ SOFTWARE: dict[str, Software] = {
             windows=True,
             megatron=True,
             bucket=MEGATRON_BUCKET,
-            overlap_dp=True,
             overlap_gathers=True,
             overlap_tp=True,
             overlap_p2p=True,
@@ -303,8 +302,6 @@ SOFTWARE: dict[str, Software] = {
         Software(
             "zero-bubble",
             attention="unfused",
-            overlap_dp=True,
-            overlap_p2p=False,
             loss="parallel",
             states="fp16-apex-fp32-grad",
             source="Qi et al. 2024: Megatron-LM of 2023, whose scripts ask for fp16, so gradients are summed in it; "
@@ -315,7 +312,6 @@ SOFTWARE: dict[str, Software] = {
             attention="flash1",
             fused=False,
             fused_adam=False,
-            overlap_dp=True,
             prefetch="after",
             by_unit=True,
             accumulates=False,
@@ -329,7 +325,6 @@ SOFTWARE: dict[str, Software] = {
             attention="flash2",
             fused=False,
             fused_adam=False,
-            overlap_dp=True,
             by_unit=True,
             accumulates=False,
             selective="elementwise",
@@ -416,14 +411,14 @@ SOFTWARE |= {name: replace(SOFTWARE[of], name=name, **changes) for name, of, cha
 
 
 def software(name: str) -> Software:
-    """Returns an implementation by name; the ending "-fp8" has its layers' products in FP8. `InputError` if unknown."""
+    """Returns an implementation by name, whose ending may tell a recipe of FP8 ("-fp8"). `InputError` if unknown."""
     for recipe, fp8 in FP8.items():
         if name.removesuffix(fp8.suffix) in SOFTWARE and name.endswith(fp8.suffix):
             plain = SOFTWARE[name.removesuffix(fp8.suffix)]
             return replace(
                 plain, name=name, fp8=recipe,
-                source=f"{plain.source}; the layers' products in FP8, each input {fp8.source}: a forecast, no plan of "
-                "this version runs it",
+                source=f"{plain.source}; the layers' products in {fp8.name}, each input {fp8.source}: a forecast, no "
+                "plan of this version runs it",
             )  # fmt: skip
     if name not in SOFTWARE:
         raise InputError(

@@ -13,6 +13,7 @@ from shardwise.cluster import Cluster
 from shardwise.config import BUILTINS
 from shardwise.config.schema import LoraSection
 from shardwise.costs import units
+from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
@@ -62,10 +63,10 @@ def subject_of(
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
-    if precision.startswith(("fp8", "mxfp8")):
+    if precision.startswith(("fp8", "mxfp8", "nvfp4", "fp4")):
         raise InputError(
-            f"precision={precision}: no plan of this version runs FP8; --software {software_name}-fp8 forecasts it for "
-            "a decoder by its numbers, under precision=bf16"
+            f"precision={precision}: no plan of this version runs FP8 or FP4; --software {software_name}-fp8 (or "
+            f"-mxfp8, -nvfp4) forecasts it for a decoder by its numbers, under precision=bf16"
         )
     soft, precision = software(software_name), Plan(precision=precision).precision
     where = _Where(cluster, soft, precision, plan, say, randomness)
@@ -109,8 +110,11 @@ class _Where:
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:
-            plain = self.software.name.split("-fp8")[0].split("-mxfp8")[0]
-            raise InputError(f"FP8 is forecast for decoders by their numbers alone; for this task, --software {plain}")
+            recipe = FP8[self.software.fp8]
+            raise InputError(
+                f"{recipe.name} is forecast for decoders by their numbers alone; for this task, --software "
+                f"{self.software.name.removesuffix(recipe.suffix)}"
+            )
         where = (self.cluster, self.software, samples, self.precision)
         if self.plan is None:
             return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
