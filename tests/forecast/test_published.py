@@ -52,6 +52,16 @@ def test_torchtitan_keeps_its_logits_in_float32_until_the_loss_is_compiled(
 ) -> None:
     forecast = simulate(model, plan, cluster, global_batch=batch, seq=8192, software=software)
     assert -0.13 < forecast.worst.reserved / 2**30 / gib - 1 < 0.02
+    matrix = 2 * {"llama3-8b": 4096, "llama3-70b": 8192 / 8}[model] * 128256
+    assert forecast.worst.terms["ends, gathered"] == matrix * (1 if "2025" in software else 2)
+
+
+def test_fp8_on_a_b200_is_not_held_back_by_its_runs_in_bf16() -> None:
+    """NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11: 8B on 8 B200 in FP8, 30,624 tokens/s of each."""
+    plan = "dp_shard=8,zero=1,accumulate=8"
+    forecast = simulate("llama3-8b", plan, "8 b200-sxm", global_batch=128, seq=8192, software="nemo-fp8")
+    assert forecast.tokens_per_s is not None
+    assert forecast.tokens_per_s / 8 == pytest.approx(30624, rel=0.05)
 
 
 def test_what_products_in_fp8_read_is_gathered_in_fp8() -> None:

@@ -266,13 +266,19 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
 def _how_to_train(path: str, head: str) -> str:
     """Returns a hint at how to write the task that the command names, for a model built from a configuration."""
+    from shardwise.cluster.catalogue import configuration
+
+    read, keys = f"AutoConfig.from_pretrained({path!r})", configuration(path)
+    if keys is not None:
+        given = ", ".join(f"{name}={value!r}" for name, value in keys.items() if name != "model_type")
+        read = f"AutoConfig.for_model({keys['model_type']!r}, {given})"
     if head == "base":
         return (
             f"MODULE:TASK is a task of your own with your head, loss and data around AutoModel.from_config("
-            f"AutoConfig.from_pretrained({path!r})) (docs/own-module.md)"
+            f"{read}) (docs/own-module.md)"
         )
     return (
-        f"MODULE:TASK is a task with your data: hf.task(AutoConfig.from_pretrained({path!r}), {head!r}, data=...), or "
+        f"MODULE:TASK is a task with your data: hf.task({read}, {head!r}, data=...), or "
         "of the folder where it holds weights (docs/huggingface.md)"
     )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from shardwise.cluster.cluster import Device, Node, Tier
 from shardwise.cluster.figure import Figure
@@ -184,8 +186,19 @@ def model(name: str) -> dict[str, str]:
     for full, row in rows.items():
         if key_of(full) == key_of(name):
             return row
-    hint = did_you_mean(name.rpartition("/")[2].lower(), list(rows))
-    if "/" in name:
-        hint += "; nothing is fetched from a hub: download its config.json, and give its path"
-    known = "" if hint else f" (known: {', '.join(rows)})"
-    raise InputError(f"no model {name!r} in the catalogue{hint}{known}")
+    hint = did_you_mean(name.rpartition("/")[2].lower(), [*rows, *_configurations()])
+    raise InputError(
+        f"no model {name!r} in the catalogue of {len(rows)} decoders and {len(_configurations())} others{hint}; "
+        "nothing is fetched from a hub: any other of transformers is planned by its config.json, whose path is given"
+    )
+
+
+@cache
+def _configurations() -> dict[str, dict[str, Any]]:
+    text = (resources.files("shardwise.cluster") / "data" / "configurations.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def configuration(name: str) -> dict[str, Any] | None:
+    """Returns what transformers' configuration of a packaged model that is no decoder says; None for other names."""
+    return next((keys for full, keys in _configurations().items() if key_of(full) == key_of(name)), None)

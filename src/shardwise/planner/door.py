@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.adapters import with_lora
 from shardwise.cluster import Cluster
+from shardwise.cluster.catalogue import configuration
 from shardwise.config import BUILTINS
 from shardwise.config.schema import LoraSection
 from shardwise.costs import units
@@ -82,6 +83,8 @@ def subject_of(
     if not (task.endswith(".json") or Path(task).is_dir()):
         if Path(task).is_file():
             raise InputError(f"task {task!r}: {which_task(task)}")
+        if (keys := configuration(task)) is not None:
+            return where.named(task, keys, samples, length)
         return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
     return where.of_file(task, samples, length)
 
@@ -154,12 +157,25 @@ class _Where:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
             return self._built(named, samples, length, lora=lora)
+        if (keys := configuration(named)) is not None:
+            return self.named(named, keys, samples, length, lora)
         from shardwise.planner.decoders import configuration_of
 
         if length is None:
             raise InputError(f"{named} is a decoder by its numbers: give --seq and --global-batch")
         config = configuration_of(decoders.decoder_by_name(named), length)
         return self._built(named, samples, length, lora=lora, config=config)
+
+    def named(
+        self, name: str, keys: dict[str, Any], samples: int | None, length: int | None,
+        lora: LoraSection | None = None,
+    ) -> Subject:  # fmt: skip
+        """Returns the subject of a packaged model that is no decoder: built by transformers, and traced."""
+        if find_spec("transformers") is None:
+            raise InputError(f"{name} is built by transformers: pip install 'shardwise[hf]'")
+        from transformers import AutoConfig
+
+        return self._built(name, samples, length, lora=lora, config=AutoConfig.for_model(**keys))
 
     def _built(
         self, path: str, samples: int | None, length: int | None, *remarks: str, lora: LoraSection | None = None,
