@@ -141,7 +141,7 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
             unit = 1e9 if case.memory_is_gb else 2**30
             for stage, value in case.memory_gib:
                 ledger = forecast.worst if stage < 0 else forecast.memory[stage]
-                error = ledger.allocated / unit / value - 1
+                error = (ledger.reserved if case.memory_is_reserved else ledger.allocated) / unit / value - 1
                 (small if case.small else memories).errors.append(error)
                 line[f"memory_error_{stage}"] = error
                 if case.small and case.told_attention:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,10 +25,13 @@ SOFTWARE = (
     ("megatron-lm sc21", "megatron-2021"),
     ("zero bubble", "zero-bubble"),
     ("llm-foundry", "llm-foundry"),
-    ("torchtitan", "torchtitan"),
+    *((word, "torchtitan-2025") for word in ("torchtitan 2025", "tinyllama", "olmo-core", "olmo 2", "nanochat")),
+    *((word, "torchtitan") for word in ("torchtitan", "nanogpt", "torchtune")),
+    *((word, "fsdp") for word in ("litgpt", "lit-gpt", "fms-fsdp", "colossal")),
     *((word, "megatron-deepspeed") for word in DEEPSPEED_PIPELINES),
     *((word, "megatron-flash") for word in ("starcoder", "falcon", "megascale", "--use-flash-attn")),
     ("herd of models", "megatron-core"),
+    ("automodel", "automodel"),
     ("nemo", "nemo"),
     ("megatron-bridge", "nemo"),
     ("fused cross-entropy", "megatron-core"),
@@ -41,17 +45,22 @@ SOFTWARE = (
 # The usual port of one device, Gb/s, by generation; Selene (Megatron's papers) had 8 x 200 Gb/s for 8 A100
 PORTS = {"v100": 100, "a100": 200}
 OTHERS = 400
+MAKERS = {"", "nvidia", "amd", "instinct", "tesla", "gpu", "nvl72"}  # words of a device's name that tell nothing apart
 
 
 def device_name(gpu: str) -> str:
     """The catalogue's name; `H100` alone is the SXM one."""
-    name = gpu.lower().replace("-nvl72", "").replace(" ", "-")
-    near = [known for known in device_names() if known.startswith(name)] if name else []
-    if name in near:
-        return name
+    words = _words(gpu)
+    near = [known for known in device_names() if words and words <= _words(known)]
     if not near:
         raise Skip(f"{gpu or 'a device without a name'} is not in the catalogue")
-    return next((known for known in near if "sxm-80gb" in known), near[0])
+    return min(near, key=lambda known: (_words(known) != words, "sxm-80gb" not in known, "sxm" not in known))
+
+
+def _words(name: str) -> set[str]:
+    """Returns the words of a device's name that tell it apart: "NVIDIA A100-SXM4 40G" as a100, sxm and 40gb."""
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=\d) ?gi?b?\b", "gb", name.lower()))
+    return {re.sub(r"^sxm\d$", "sxm", word) for word in words} - MAKERS
 
 
 def cluster_of(gpu: str, n: int, notes: str = "") -> Cluster:
@@ -77,8 +86,19 @@ def software_name(file: str, row: Mapping[str, str]) -> str:
     text = " ".join((file, row["source"], row["notes"])).lower().replace("_", " ")
     for word, name in SOFTWARE:
         if word in text:
-            return name
+            return dated(name, f"{text} {row.get('url_or_arxiv', '')} {row.get('table', '')}".lower())
     return "fsdp" if row["dp_shard"].startswith("3") else "megatron-core-unfused-loss"
+
+
+def dated(name: str, text: str) -> str:
+    """Returns the software as it was at a row's date, where its source, table or notes tell one."""
+    if name == "nemo" and {"23", "24"} >= set(re.findall(r"\b(2\d)\.(?:0[1-9]|1[0-2])\b", text)) > set():
+        return "nemo-2024"
+    if name == "torchtitan":
+        if re.search(r"\b2025[-/ ]?(0[4-9]|1[0-2])|\b202[6-9]", text):
+            return "torchtitan-2025"
+        return "torchtitan-eager" if re.search(r"\beager\b|without torch\.?compile|no compile", text) else name
+    return name
 
 
 def software_of(file: str, row: Mapping[str, str], layout: Layout) -> Software:
@@ -132,8 +152,10 @@ def fp8_suffix(row: Mapping[str, str]) -> str:
     footnote of the 25.09 tables of NVIDIA-NeMo/Megatron-Bridge the second ones are FP8 of another granularity too.
     """
     text = row["precision"].lower()
+    if "nvfp4" in text:
+        return FP8["blocks of 16"].suffix
     if "fp8" not in text:
         return ""
     if text.startswith(("fp8-mx", "mxfp8")):
         return FP8["blocks"].suffix
-    return FP8["delayed" if software_name("", row) == "llm-foundry" else "current"].suffix
+    return FP8["delayed" if software_name("", row) in ("llm-foundry", "nemo-2024") else "current"].suffix

@@ -25,6 +25,7 @@ from forecast_ran_on import (
 
 from shardwise.cluster import Cluster, model
 from shardwise.cluster import device as devices
+from shardwise.costs.fp8 import FP8
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
@@ -60,6 +61,7 @@ class Case:
     seconds: float | None
     memory_gib: tuple[tuple[int, float], ...] = ()  # (stage, GiB)
     memory_is_gb: bool = False
+    memory_is_reserved: bool = False
     group: str = ""  # rows with the same group differ in layout alone
     one_layer: bool = False
     open_micro_batch: bool = False  # the row does not say it: the best that fits is taken
@@ -105,6 +107,7 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
         seconds=seconds,
         memory_gib=memory,
         memory_is_gb=in_gb,
+        memory_is_reserved=in_gb and ("reserved" in notes or "torchtitan" in row["source"].lower()),
         group=f"{row['model']} {row['gpu']} n={row['n_gpus']} b={row['global_batch']} s={row['seq_len']} "
         f"{row['precision']}".strip(),
         one_layer="one layer" in row["table"],
@@ -125,7 +128,8 @@ def plausible(row: Mapping[str, str], device: str) -> None:
 
 def _faster(row: Mapping[str, str], device: str) -> float:
     """How many times the rate of bf16 the row's precision has at most."""
-    return Kernels(devices(device)[0]).deeper if fp8_suffix(row) else 1.0
+    bits = next((recipe.bits for recipe in FP8.values() if recipe.suffix == fp8_suffix(row)), 16)
+    return Kernels(devices(device)[0], bits=bits).deeper
 
 
 def _possible(seconds: float | None, row: Mapping[str, str], shape: Shape, layout: Layout) -> None:
@@ -154,7 +158,7 @@ def _as_told(row: Mapping[str, str], shape: Shape) -> None:
 
 def _precision(row: Mapping[str, str]) -> str:
     text = row["precision"].lower()
-    if text not in ("", "n/a") and not re.search(r"bf16|bfloat16|fp16|float16|fp8|mixed|amp", text):
+    if text not in ("", "n/a") and not re.search(r"bf16|bfloat16|fp16|float16|fp8|nvfp4|mixed|amp", text):
         raise Skip(f"precision {row['precision']!r} is not modelled")
     return "bf16"
 
@@ -249,8 +253,10 @@ def _by_name(name: str) -> Shape:
 
 def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
     notes = row["notes"]
-    tp, pp, cp = number(row, "tp"), number(row, "pp", 1), number(row, "cp", 1)
     n = number(row, "n_gpus")
+    # without tp where a row that does not say it has data ranks alone, or weights sharded over all of them
+    apart = n == 1 or row["dp"] == str(n) or row["dp_shard"].startswith("3")
+    tp, pp, cp = number(row, "tp", 1 if apart else None), number(row, "pp", 1), number(row, "cp", 1)
     dp = number(row, "dp", max(1, n // (tp * pp * cp)))
     micro = number(row, "micro_batch", 1)
     batch = number(row, "global_batch", micro * dp)

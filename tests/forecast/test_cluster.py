@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.cluster import Cluster, Figure, Node, collective_table, device_names, gemm_table, model, model_names
 from shardwise.cluster.catalogue import device
+from shardwise.cluster.cluster_words import in_words
 from shardwise.errors import InputError
 
 DATA = Path(__file__).parents[2] / "src" / "shardwise" / "cluster" / "data"
@@ -34,6 +35,19 @@ def test_three_tiers() -> None:
     cluster = Cluster.parse("4x18x4 gb200, nvlink-72, ib-400")
     assert cluster.sizes == (4, 72, 288)
     assert cluster.tiers[1].gbps == cluster.tiers[0].gbps
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("2x8 h100-sxm-80gb, eth-100", "(16 devices; eth-100: 100 Gb/s for each device)"),
+        ("2x8 h100-sxm-80gb, eth-100x1", "(16 devices; eth-100x1: 1 port of 100 Gb/s, shared by 8 devices)"),
+        ("4x18x4 gb200, nvlink-72, ib-400x9", "(288 devices; ib-400x9: 9 ports of 400 Gb/s, shared by 72 devices)"),
+        ("8 h100-sxm-80gb", "(8 devices)"),
+    ],
+)
+def test_the_echo_of_a_cluster_tells_whose_a_rate_is(text: str, means: str) -> None:
+    assert in_words(Cluster.parse(text)) == f"{text} {means}"
 
 
 def test_a_host_is_the_one_that_is_sold_with_the_device() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise import InputError, Task, hf
 from shardwise.cli.main import call
 from shardwise.cluster import Cluster
+from shardwise.cluster.catalogue import configuration
 from shardwise.layout import Plan
 from shardwise.planner.configured_task import configured
 from shardwise.planner.decoders import FAMILIES
@@ -287,3 +288,31 @@ def test_pictures_beside_labels_for_tokens_are_refused_by_name(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "pp_formulanet"}))
     with pytest.raises(InputError, match="pixel_values and labels for tokens"):
         configured(str(tmp_path / "config.json"), 128)
+
+
+# --- models that are no decoders, by name: parameters in millions, as their authors publish them
+NAMED = {
+    "bert-base": 110, "bert-large": 335, "roberta-base": 125, "roberta-large": 355, "t5-small": 60.5, "t5-base": 223,
+    "t5-large": 738, "t5-3b": 2852, "t5-11b": 11307, "vit-base": 86.6, "vit-large": 304, "vit-huge": 633,
+    "resnet-50": 25.6, "resnet-101": 44.5, "resnet-152": 60.2, "whisper-small": 242, "whisper-large": 1543,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_packaged_configuration_is_the_model_of_its_name(name: str) -> None:
+    keys = configuration(name)
+    assert keys is not None
+    config = transformers.AutoConfig.for_model(**keys)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(NAMED[name], rel=0.015)
+
+
+def test_a_model_that_is_no_decoder_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """ResNet-50 in float32 on a V100: 356 images a second (NVIDIA/DeepLearningExamples, ConvNets/resnet50v1.5)."""
+    forecast = simulate("resnet50", "precision=fp32", "1 v100-sxm2-32gb", global_batch=256)
+    assert forecast.samples_per_s == pytest.approx(356, rel=0.12)
+    assert call(["plan", "bert-base", "--seq", "16", "--cluster", "1 v100-sxm2-32gb", "--global-batch", "2"]) == 0
+    assert "hf.task(AutoConfig.for_model('bert', architectures=['BertForMaskedLM'])" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"did you mean 'bert-large'\?; nothing is fetched from a hub: any other"):
+        simulate("bert-larg", "precision=bf16", "1 v100-sxm2-32gb", global_batch=2)

@@ -25,6 +25,7 @@ from shardwise.costs.memory import (
     stage_parameters,
     states,
 )
+from shardwise.costs.ops import op_seconds
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import LOSS_BYTES, SOFTWARE, STATES, software
 from shardwise.costs.wire import RankGroup, Wire
@@ -794,6 +795,12 @@ def test_float32_is_multiplied_off_tensor_cores_and_convolved_on_them() -> None:
     assert flops / wide == pytest.approx(67e12 * 0.85, rel=0.02) and narrow < wide / 8
     assert Kernels(h200, dtype="fp32").large_convolutions_tflops == pytest.approx(494.5 * 0.7)
     assert Kernels(v100, dtype="fp32").large_convolutions_tflops == pytest.approx(15.7 * 0.85)  # has no TF32
+    conv = (1e6, 256.0, 2304.0, 0.0, 0.0)
+    rates = [
+        2.0 * math.prod(conv[:3]) / op_seconds("conv", conv, 1.0, Kernels(of, dtype="fp32"), software("shardwise"))
+        for of in (h200, v100)
+    ]
+    assert rates == pytest.approx([494.5e12 * 0.7 / 2, 15.7e12 * 0.85], rel=0.01), "half of it on tensor cores alone"
     unknown = replace(h200, fp32_tflops=None, tf32_tflops=None)  # a cluster of one's own file
     assert Kernels(unknown, dtype="fp32").peak_tflops == pytest.approx(989 / 15 * 0.85)
 

@@ -68,6 +68,19 @@ def test_a_small_model_gets_a_simple_plan() -> None:
     assert any("fits on one device" in note for note in found.notes)
 
 
+def test_one_device_holds_what_a_search_on_one_finds() -> None:
+    hosts = "a100-sxm-40gb, host-8tb"
+    two = search("llama3-405b", f"2 {hosts}", 8, 4096)
+    assert two.best.plan.offload == "optimizer|parameters|gradients"
+    assert not any("fits on one device" in note for note in two.notes)
+    with pytest.raises(InputError, match="no plan fits"):
+        search("llama3-405b", f"1 {hosts}", 8, 4096)
+    moved = Constraints(fixed=(("offload", "optimizer|parameters|gradients"), ("zero", 3)))
+    for gb in (100, 12):  # of each of two hosts; the model takes 20 GB
+        notes = search("llama-3.2-1b", f"2x1 a100-sxm-40gb, ib-200, host-{gb}gb", 2, 4096, moved).notes
+        assert any("fits on one device" in note for note in notes) == (gb == 100)
+
+
 def test_every_proposal_is_a_plan_of_its_layout() -> None:
     for p in search("llama3-8b", "2x8 h100-sxm-80gb, ib-400", 128, 8192).proposals:
         assert p.plan.world_size == p.layout.world_size == 16

@@ -87,13 +87,34 @@ def test_what_a_row_leaves_out_follows_from_its_source(tmp_path: Path) -> None:
     scoring()
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from forecast_ran_on import as_run, software_name
+        from forecast_ran_on import as_run, device_name, fp8_suffix, software_name
         from forecast_rows import _bridge
     finally:
         sys.path.pop(0)
     assert as_run("H100", "torchtitan docs") == "H100-SXM-96GB" and as_run("A100", "torchtitan") == "A100"
     assert software_name("papers", {"source": "MT-NLG 530B (DeepSpeed+Megatron)", "notes": ""}) == "megatron-deepspeed"
+    of_date = {
+        "NVIDIA NeMo performance summary, 24.07": "nemo-2024", "NVIDIA NeMo performance summary, 25.09": "nemo",
+        "torchtitan, December 2024": "torchtitan", "torchtitan, 2025-06": "torchtitan-2025",
+        "torchtitan, eager": "torchtitan-eager", "NeMo AutoModel": "automodel", "TinyLlama": "torchtitan-2025",
+    }  # fmt: skip
+    assert {text: software_name("papers", {"source": text, "notes": ""}) for text in of_date} == of_date
+    fp8 = {"source": "NeMo 24.07", "notes": "", "precision": "FP8"}
+    assert fp8_suffix(fp8) == "-fp8-delayed" and fp8_suffix(fp8 | {"precision": "NVFP4"}) == "-nvfp4"
+    names = {
+        "NVIDIA A100-SXM4-40GB": "a100-sxm-40gb", "A100 80GB": "a100-sxm-80gb", "A100-40G": "a100-sxm-40gb",
+        "H100": "h100-sxm-80gb", "H100 PCIe": "h100-pcie-80gb", "V100-32GB": "v100-sxm2-32gb", "A6000": "rtx-a6000",
+        "GB200-NVL72": "gb200",
+    }  # fmt: skip
+    assert {name: device_name(name) for name in names} == names
     assert _bridge(61, 16) == (*[4] * 15, 1) and _bridge(61, 32) == (1, *[2] * 30, 0) and _bridge(61, 8)[-1] == 5
+
+
+def test_a_row_of_data_ranks_alone_need_not_say_tp(tmp_path: Path) -> None:
+    said, unsaid = (score(published(tmp_path, tp=tp, dp="8", dp_shard="3"))["lines"][0] for tp in ("1", ""))
+    assert unsaid["forecast_s"] == said["forecast_s"]
+    found = score(published(tmp_path, tp="", dp_shard="0", dp="", n_gpus="8"))
+    assert list(found["skipped"]) == ["tp is not published"]
 
 
 @pytest.mark.parametrize(

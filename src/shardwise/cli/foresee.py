@@ -213,6 +213,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
     Plan.parse(plan_text), Cluster.parse(words["cluster"])
     with waiting(answer, "simulate: loading PyTorch and the figures of the catalogue") as say:
+        from shardwise.cluster.cluster_words import in_words
         from shardwise.planner.door import check_plan, layout_of, plan_for, possible
         from shardwise.planner.proposal_text import forecast_lines, lacking, rank_map
         from shardwise.simulator import step_page, timeline
@@ -228,7 +229,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     answer.fields.update(forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.fits(capacity))
     answer.fields["runnable"] = lacks or True
     lines = [
-        f"{subject.name} under {parsed} on {cluster}, {batch}",
+        f"{subject.name} under {parsed} on {in_words(cluster)}, {batch}",
         *_idle(parsed.world_size, cluster.world_size),
         *subject.remarks,
         *forecast_lines(forecast),
@@ -265,13 +266,19 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
 def _how_to_train(path: str, head: str) -> str:
     """Returns a hint at how to write the task that the command names, for a model built from a configuration."""
+    from shardwise.cluster.catalogue import configuration
+
+    read, keys = f"AutoConfig.from_pretrained({path!r})", configuration(path)
+    if keys is not None:
+        given = ", ".join(f"{name}={value!r}" for name, value in keys.items() if name != "model_type")
+        read = f"AutoConfig.for_model({keys['model_type']!r}, {given})"
     if head == "base":
         return (
             f"MODULE:TASK is a task of your own with your head, loss and data around AutoModel.from_config("
-            f"AutoConfig.from_pretrained({path!r})) (docs/own-module.md)"
+            f"{read}) (docs/own-module.md)"
         )
     return (
-        f"MODULE:TASK is a task with your data: hf.task(AutoConfig.from_pretrained({path!r}), {head!r}, data=...), or "
+        f"MODULE:TASK is a task with your data: hf.task({read}, {head!r}, data=...), or "
         "of the folder where it holds weights (docs/huggingface.md)"
     )
 

@@ -1,15 +1,25 @@
-"""Devices, links and shapes by name, from files that tools/compact_catalogue.py writes. Fields: `Device` of cluster."""
+"""Devices, links and shapes by name, from the files of data/ (its README). Fields: `Device` of cluster."""
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from shardwise.cluster.cluster import Device, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
+
+# Keys of other names of a model
+ALSO = {
+    "gpt2": "gpt-2-small", "gpt2124m": "gpt-2-small", "gpt2350m": "gpt-2-medium", "gpt2355m": "gpt-2-medium",
+    "gpt2774m": "gpt-2-large", "gpt21.5b": "gpt-2-xl", "gpt21558m": "gpt-2-xl", "nemotron340b": "nemotron-4-340b",
+    "nemotron15b": "nemotron-4-15b", "kimik2": "kimi-k2-1t-a32b", "grok1": "grok-1-314b", "dbrx": "dbrx-132b-a36b",
+}  # fmt: skip
+LINK = r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?"  # kind, number, ports that a node's devices share
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -47,7 +57,7 @@ def device(name: str) -> tuple[Device, Tier]:
     def figure(column: str) -> Figure | None:
         return Figure(float(row[column]), kind, row["source"]) if row[column] else None
 
-    values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops")}
+    values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops", "fp4_tflops")}
     if (seen := _capacities().get(key)) is not None:  # what is sold as 80 GB is neither 80 * 10^9 bytes nor 80 GiB
         values["memory_gb"] = Figure(float(seen["seen_gib"]) * 2**30 / 1e9, "published", seen["source"])
     described = Device(
@@ -103,7 +113,7 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     the rate of the device's own link. Raises `InputError` for unknown names, and for domains of more devices.
     """
     rows = _links()
-    match = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?", name.lower())
+    match = re.fullmatch(LINK, name.lower())
     if not match or match[1] not in rows:
         hint = did_you_mean(name.split("-")[0].lower(), list(rows))
         raise InputError(
@@ -134,6 +144,20 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     )
 
 
+def link_words(name: str, below: int) -> str:
+    """Returns what the number in a link's name means, "eth-100: 100 Gb/s for each device"; "" where it has none.
+
+    below  devices of each unit that it joins
+    """
+    match = re.fullmatch(LINK, name)
+    if not match or match[1] not in _links() or _links()[match[1]]["number"] == "devices":
+        return ""
+    if not match[3]:
+        return f"{name}: {match[2]} Gb/s for each device"
+    ports = "1 port" if match[3] == "1" else f"{match[3]} ports"
+    return f"{name}: {ports} of {match[2]} Gb/s, shared by {below} devices"
+
+
 # --- models
 
 
@@ -156,13 +180,25 @@ def model_names() -> list[str]:
 def model(name: str) -> dict[str, str]:
     """Returns a row of the model catalogue; an unknown name raises `InputError` with the nearest known one."""
     rows = _models()
+    name = ALSO.get(key_of(name), name)
     if name.lower() in rows:
         return rows[name.lower()]
     for full, row in rows.items():
         if key_of(full) == key_of(name):
             return row
-    hint = did_you_mean(name.rpartition("/")[2].lower(), list(rows))
-    if "/" in name:
-        hint += "; nothing is fetched from a hub: download its config.json, and give its path"
-    known = "" if hint else f" (known: {', '.join(rows)})"
-    raise InputError(f"no model {name!r} in the catalogue{hint}{known}")
+    hint = did_you_mean(name.rpartition("/")[2].lower(), [*rows, *_configurations()])
+    raise InputError(
+        f"no model {name!r} in the catalogue of {len(rows)} decoders and {len(_configurations())} others{hint}; "
+        "nothing is fetched from a hub: any other of transformers is planned by its config.json, whose path is given"
+    )
+
+
+@cache
+def _configurations() -> dict[str, dict[str, Any]]:
+    text = (resources.files("shardwise.cluster") / "data" / "configurations.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def configuration(name: str) -> dict[str, Any] | None:
+    """Returns what transformers' configuration of a packaged model that is no decoder says; None for other names."""
+    return next((keys for full, keys in _configurations().items() if key_of(full) == key_of(name)), None)

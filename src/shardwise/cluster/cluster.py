@@ -22,6 +22,7 @@ from shardwise.errors import InputError, did_you_mean
 
 OPTIONAL = (
     "fp8_tflops",
+    "fp4_tflops",
     "sustained_bf16_tflops",
     "fp32_tflops",
     "tf32_tflops",
@@ -61,6 +62,7 @@ class Device:
     fp32_tflops: Figure | None = None  # of float32 as torch multiplies it by default, without tensor cores
     tf32_tflops: Figure | None = None  # of convolutions of float32, which torch has tensor cores round
     fp8_tflops: Figure | None = None
+    fp4_tflops: Figure | None = None
     sustained_bf16_tflops: Figure | None = None  # best matrix product at steady clocks
     host_gbps: Figure | None = None
     disk_gbps: Figure | None = None

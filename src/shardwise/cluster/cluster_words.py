@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from shardwise.cluster.catalogue import device, host_of, link
+from shardwise.cluster.catalogue import device, host_of, link, link_words
 from shardwise.cluster.cluster import Cluster, Node, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError
@@ -51,6 +51,12 @@ def parse(text: str) -> Cluster:
         tiers.append(link(name, counts[level], prod(counts[:level]), own))
     node = _with_words(of_node, host_of(hardware.name, counts[0]))
     return Cluster(hardware, tuple(tiers), text, node=node)
+
+
+def in_words(cluster: Cluster) -> str:
+    """Returns the cluster's text, its devices counted, and what each link between nodes is: Gb/s, and whose."""
+    links = [link_words(tier.name, below) for tier, below in zip(cluster.tiers[1:], cluster.sizes, strict=False)]
+    return f"{cluster} ({'; '.join([f'{cluster.world_size} devices', *filter(None, links)])})"
 
 
 def _with_words(words: Iterable[str], node: Node) -> Node:

@@ -346,16 +346,18 @@ class BlockCosts:
     def _messages(self) -> tuple[list[Message], list[Message]]:
         s, lay = self.shape, self.layout
         whole = lay.tokens * s.hidden * ACT_BYTES
+        gathered = whole * self.software.bits / 16  # what a narrow product reads is cast before it is gathered
         forward: list[Message] = []
         backward: list[Message] = []
         overlapped = self.software.overlap_tp
         # what is read is gathered norm by norm, and summed in backward; what is added to the stream is summed
         read, added = s.norms, 1 if s.parallel and self.software.one_sum else 2
         if lay.tp > 1 and lay.sp:
-            gather, scatter = (Message(op, "tp", whole, overlapped) for op in ("all_gather", "reduce_scatter"))
+            gather = Message("all_gather", "tp", gathered, overlapped)
+            scatter = Message("reduce_scatter", "tp", whole, overlapped)
             forward += [gather] * read + [scatter] * added
             # the gather of the saved input for the weights' gradient runs beside the input's gradient
-            backward += [gather] * added + [scatter] * read + [Message("all_gather", "tp", whole, True)] * read
+            backward += [gather] * added + [scatter] * read + [Message("all_gather", "tp", gathered, True)] * read
         elif lay.tp > 1:
             forward += [Message("all_reduce", "tp", whole, overlapped)] * added
             backward += [Message("all_reduce", "tp", whole, overlapped)] * read

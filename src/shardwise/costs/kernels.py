@@ -97,7 +97,7 @@ class Kernels:
     call_s      what the host takes to start an op or a view, where it computes the ops itself
     cut_s       what it takes for an op on cut tensors, beside the ops that its rule starts
     host_s      what it takes to start one that a device computes behind it: a lower bound of the time of many
-    fp8         the layers' products of a decoder read FP8
+    bits        of an element that the layers' products of a decoder read: 16, or 8 and 4 in FP8 and FP4
     """
 
     device: Device
@@ -106,7 +106,7 @@ class Kernels:
     call_s: float = 0.0
     cut_s: float = 0.0
     host_s: float = 0.0
-    fp8: bool = False
+    bits: int = 16
 
     @property
     def table(self) -> GemmTable | None:
@@ -130,13 +130,18 @@ class Kernels:
             return 1.0
         if self.borrowed:
             return self.peak_tflops / table.best
-        own = self.device.sustained_bf16_tflops
-        return sustained(self.device.table, "matmul") or (min(1.0, own.value / table.best) if own else 1.0)
+        return sustained(self.device.table, "matmul") or self.best_share
+
+    @property
+    def best_share(self) -> float:
+        """Returns the device's best steady product over its table's best, at most 1."""
+        own, table = self.device.sustained_bf16_tflops, self.table
+        return min(1.0, own.value / table.best) if own and table else 1.0
 
     @property
     def best_tflops(self) -> float:
         """Returns TFLOP/s of the best product measured on such a device, else the data sheet's: no step is faster."""
-        deeper = self.deeper if self.fp8 else 1.0
+        deeper = self.deeper
         if self.table is None:
             return peak_tflops(self.device, self.dtype) * deeper
         if self.borrowed:
@@ -192,18 +197,25 @@ class Kernels:
 
     @property
     def deeper(self) -> float:
-        """Returns the device's FP8 rate over its bf16 rate; raises `InputError` where it has no FP8."""
-        if self.device.fp8_tflops is None:
-            raise InputError(f"{self.device.name} has no FP8 products (H100, L40S and later devices have)")
-        return self.device.fp8_tflops.value / self.device.bf16_tflops.value
+        """Returns the rate of the layers' products over bf16's; raises `InputError` where the device has no such."""
+        if self.bits == 16:
+            return 1.0
+        rate = self.device.fp8_tflops if self.bits == 8 else self.device.fp4_tflops
+        if rate is None:
+            later = "H100, L40S" if self.bits == 8 else "B200, RTX 5090"
+            raise InputError(f"{self.device.name} has no FP{self.bits} products ({later} and later devices have)")
+        return rate.value / self.device.bf16_tflops.value
 
     def layer_product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
-        """Returns seconds of a product inside a layer, in FP8 where the software's layers are.
+        """Returns seconds of a product inside a layer, in FP8 or FP4 where the software's layers are.
 
         An instruction takes twice the elements at half the bytes each: (m, k) x (k, n) then takes what k / 2 takes in
         bf16. cuBLASLt's products of 8192 on H200 reach 0.81 of the data sheet so, and 0.80 to 0.84 in bf16.
         """
-        return self.product(m, n, k / self.deeper if self.fp8 else k, accumulate=accumulate)
+        if self.bits == 16:
+            return self.product(m, n, k, accumulate=accumulate)
+        seconds = self.product(m, n, k / self.deeper, accumulate=accumulate)
+        return seconds if self.borrowed else seconds * self.share / self.best_share
 
     @property
     def bandwidth(self) -> float:

@@ -142,10 +142,11 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         out["norm inputs"] *= 3
     if written and s.qk_norm:
         out["norms of heads"] = 3 * tokens * (s.query_width + s.kv_heads * s.head_dim) / t * ACT_BYTES
-    if software.fp8:  # inputs of products are kept as they are read, one byte each; attention keeps its own output too
-        out["norm outputs"] /= 2
-        out["activation"] /= 2
-        out["attention output"] *= 1.5
+    if software.fp8:  # inputs of products are kept as they are read; attention keeps its own output too
+        out["norm outputs"] *= software.bits / 16
+        out["activation"] *= software.bits / 16
+        if lay.recompute != "selective" or software.selective in ("attention", "latents"):  # else it is cast again
+            out["attention output"] *= 1 + software.bits / 16
     if lay.recompute == "selective" and software.attention != "unfused":
         _drop_what_is_computed_again(out, s, lay, software, stream)
     return out
@@ -192,7 +193,8 @@ def logits(shape: Shape, layout: Layout, software: Software) -> float:
     count = layout.tokens * shape.vocab / layout.tp
     gathered = layout.tokens * shape.hidden * ACT_BYTES if layout.sp and layout.tp > 1 else 0.0
     matrix = shape.vocab * shape.hidden / layout.tp * 4
-    return max(count * software.logit_peak_bytes, count * ACT_BYTES + matrix) + gathered
+    each = (software.cut_logit_bytes if layout.tp > 1 else 0.0) or software.logit_peak_bytes
+    return max(count * each, count * ACT_BYTES + matrix) + gathered
 
 
 def rank_memory(
@@ -231,7 +233,13 @@ def rank_memory(
         passing["head input"] = 2 * stream * min(in_flight, 1.0)
     if software.fp8:  # of the layers' matrices, along rows and along columns; of gathered ones, two layers at a time
         cast = min(layers, 2) if layout.sharded.weights else layers
-        terms["weights in FP8"] = 2.0 * sum(stage_parameters(shape, layout, cast, first=False, last=False).values())
+        both = 2 * software.bits / 8
+        terms[f"weights in FP{software.bits}"] = both * sum(
+            stage_parameters(shape, layout, cast, first=False, last=False).values()
+        )
+    if layout.sharded.weights and software.kept_gathered:
+        ends = (last + (first and software.kept_gathered > 1)) if not shape.tied else max(first, last)
+        terms["ends, gathered"] = ACT_BYTES * ends * shape.vocab * shape.hidden / layout.tp
     terms["workspaces"] = software.workspace_bytes
     terms["buffers"] = buffers(shape, layout, software, layers, parameters)
     sorts = ([shape] * (layers > dense) + [shape.in_front] * (dense > 0)) or [shape]

@@ -8,7 +8,10 @@ from shardwise.costs.block import EAGER
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.software import Software
 
-CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
+# Of the rate of large products that convolutions reach on tensor cores (assumed). Without them they compute as fast:
+# ResNet-50 in float32 on V100, 367 images a second (NVIDIA/DeepLearningExamples, ConvNets/resnet50v1.5), is 9 TFLOP/s
+# of the 13 that large products reach, batch norms and all
+CONV_SHARE = 0.5
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
@@ -72,7 +75,9 @@ def _of_large(flops: float, moved: float, turned: float, kernels: Kernels) -> fl
 
     turned  1.0 where its tensors are brought into channels_last and back, for kernels that read no other layout
     """
-    seconds = flops / (kernels.large_convolutions_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
+    cores = kernels.dtype != "fp32" or kernels.device.tf32_tflops is not None or kernels.device.kind == "cpu"
+    reached = kernels.large_convolutions_tflops * (CONV_SHARE if cores else 1.0)
+    seconds = flops / (reached * 1e12) + kernels.stream(moved, 1)
     return seconds + (turned * kernels.turned(moved) if kernels.device.kind != "cpu" else 0.0)
 
 

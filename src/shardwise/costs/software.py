@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout
@@ -116,8 +117,11 @@ class Software:
     launch_us        time a kernel's launch adds on the device
     loss             which operations make the loss, a key of LOSS_BYTES
     logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
+    cut_logit_bytes  the same where tp cuts the vocabulary and that takes other operations, else 0
+    kept_gathered    matrices over the vocabulary that ZeRO-3 keeps gathered from forward to backward, as FSDP does with
+                     what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
-    fp8              how inputs of the layers' products are scaled where those are in FP8, a key of FP8, else ""
+    fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
     """
 
     name: str
@@ -157,6 +161,8 @@ class Software:
     launch_us: float = 2.0
     loss: str = "fused"
     logit_peak_bytes: float = 14.0
+    cut_logit_bytes: float = 0.0
+    kept_gathered: int = 0
     workspace_bytes: float = 0.0
     fp8: str = ""
     source: str = ""
@@ -168,6 +174,11 @@ class Software:
         # where whole gradients stay, no memory speaks against larger ones
         grown = 0.0 if stage.gradients else self.bucket[1] * ranks
         return max(1, math.ceil(elements / max(self.bucket[0], grown)))
+
+    @property
+    def bits(self) -> int:
+        """Returns the bits of an element that the layers' products read."""
+        return FP8[self.fp8].bits if self.fp8 else 16
 
     @property
     def loss_bytes(self) -> tuple[int, int]:
@@ -189,6 +200,10 @@ MEGATRON_BUCKET = (40e6, 1e6)
 # narrowed
 LOSS_BYTES = {"fused": (6, 6), "torch": (14, 18), "parallel": (2 + 4 + 4 + 8 + 8 + 4 + 8, 8 + 4 + 2)}
 
+# PyTorch's loss_parallel: in backward log-probabilities, the gradient of what was picked, exponents and their sum, each
+# in float32 (torch/distributed/tensor/parallel/loss)
+LOSS_PARALLEL = 16.0
+
 # fully_shard copies gathered weights out of its buffer (read and written in bf16, for forward and for backward) and
 # casts gradients to float32 on their way into the buffer that is scattered (torch/distributed/fsdp/_fully_shard)
 FSDP2_BYTES = 2 * (2 + 2) + (2 + 4)
@@ -201,7 +216,6 @@ SOFTWARE: dict[str, Software] = {
             attention="flash2",
             fused=False,
             fused_adam=False,
-            overlap_dp=True,
             accumulates=False,
             buckets=True,
             bucket=(BUCKET_BYTES / 4, float(ELEMENTS_PER_RANK)),
@@ -219,7 +233,6 @@ SOFTWARE: dict[str, Software] = {
             "megatron-2021",
             attention="unfused",
             overlap_dp=False,
-            overlap_p2p=False,
             split_sends=True,
             loss="parallel",
             states="bf16",
@@ -230,7 +243,6 @@ SOFTWARE: dict[str, Software] = {
             "megatron-deepspeed",
             attention="unfused",
             overlap_dp=False,
-            overlap_p2p=False,
             split_sends=True,
             accumulates=False,
             widens=True,
@@ -243,7 +255,6 @@ SOFTWARE: dict[str, Software] = {
             "megatron-flash",
             attention="flash2",
             overlap_dp=False,
-            overlap_p2p=False,
             loss="parallel",
             states="bf16",
             logit_peak_bytes=6.0,
@@ -255,25 +266,10 @@ SOFTWARE: dict[str, Software] = {
             windows=True,
             megatron=True,
             overlap_dp=False,
-            overlap_p2p=False,
             states="bf16",
             logit_peak_bytes=6.0,
             workspace_bytes=TE_WORKSPACE,
             source="Megatron-LM with Transformer Engine at its defaults: nothing overlaps unless a flag says so",
-        ),
-        Software(
-            "megatron-core-unfused-loss",
-            attention="cudnn",
-            windows=True,
-            megatron=True,
-            overlap_dp=False,
-            overlap_p2p=False,
-            loss="parallel",
-            states="bf16",
-            logit_peak_bytes=6.0,
-            workspace_bytes=TE_WORKSPACE,
-            source="the same with the cross-entropy of its defaults: a float32 copy of the logits that becomes softmax "
-            "and gradient in place",
         ),
         Software(
             "nemo",
@@ -281,7 +277,6 @@ SOFTWARE: dict[str, Software] = {
             windows=True,
             megatron=True,
             bucket=MEGATRON_BUCKET,
-            overlap_dp=True,
             overlap_gathers=True,
             overlap_tp=True,
             overlap_p2p=True,
@@ -305,22 +300,8 @@ SOFTWARE: dict[str, Software] = {
             "beside another micro-batch, for which 20 of 132 processors do not compute; moments in bf16",
         ),
         Software(
-            "deepseek-v2",
-            attention="flash2",
-            selective="elementwise",
-            overlap_gathers=True,
-            overlap_p2p=True,
-            dispatch="deepep",
-            states="bf16-deepseek",
-            logit_peak_bytes=6.0,
-            source="DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a FlashAttention-2 of their own; rows of experts "
-            "are waited for (what their shared experts hide of it is not counted)",
-        ),
-        Software(
             "zero-bubble",
             attention="unfused",
-            overlap_dp=True,
-            overlap_p2p=False,
             loss="parallel",
             states="fp16-apex-fp32-grad",
             source="Qi et al. 2024: Megatron-LM of 2023, whose scripts ask for fp16, so gradients are summed in it; "
@@ -331,7 +312,6 @@ SOFTWARE: dict[str, Software] = {
             attention="flash1",
             fused=False,
             fused_adam=False,
-            overlap_dp=True,
             prefetch="after",
             by_unit=True,
             accumulates=False,
@@ -345,13 +325,13 @@ SOFTWARE: dict[str, Software] = {
             attention="flash2",
             fused=False,
             fused_adam=False,
-            overlap_dp=True,
             by_unit=True,
             accumulates=False,
             selective="elementwise",
             loss="torch",
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
+            kept_gathered=2,
             source="PyTorch FSDP with FlashAttention-2 or SDPA",
         ),
         Software(
@@ -368,25 +348,12 @@ SOFTWARE: dict[str, Software] = {
             pipelines_whole=True,
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
-            logit_peak_bytes=10.0,
-            source="torchtitan: FSDP2 and torch.compile, SDPA; selective recompute by operation, every second product",
-        ),
-        Software(
-            "torchtitan-eager",
-            attention="flash2",
-            fused=False,
-            by_unit=True,
-            accumulates=False,
-            unit_bytes=FSDP2_BYTES,
-            selective="products",
             loss="torch",
-            ring="merged",
-            repeats_keys=True,
-            pipelines_whole=True,
-            states="fsdp-mixed",
-            grad_reduce_bytes=4.0,
             logit_peak_bytes=12.0,
-            source="torchtitan without torch.compile",
+            cut_logit_bytes=LOSS_PARALLEL,
+            kept_gathered=2,
+            source="torchtitan until March 2025: FSDP2, SDPA, torch.compile of all but the loss; selective recompute "
+            "of what is elementwise, and of every second product",
         ),
         Software(
             "deepspeed-2021",
@@ -406,15 +373,52 @@ SOFTWARE: dict[str, Software] = {
 }
 
 
+# The same software at another time, or with another switch: (name, of which, what differs)
+VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "megatron-core-unfused-loss", "megatron-core",
+        {"loss": "parallel", "source": "the same with the cross-entropy of its defaults: a float32 copy of the logits "
+         "that becomes softmax and gradient in place"},
+    ),
+    (
+        "nemo-2024", "nemo",
+        {"attention": "flash2", "loss": "parallel", "dispatch": "each", "source": "NeMo until 24.12: FlashAttention-2, "
+         "since its launcher switched cuDNN's attention off (NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml); "
+         "a cross-entropy that is not fused"},
+    ),
+    (
+        "deepseek-v2", "deepseek",
+        {"attention": "flash2", "overlap_ep": 0.0, "source": "DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a "
+         "FlashAttention-2 of their own; rows of experts are waited for (not counted: what shared experts hide of it)"},
+    ),
+    (
+        "automodel", "fsdp",
+        {"attention": "cudnn", "fused": True, "dispatch": "deepep", "states": "bf16-full", "source": "NeMo AutoModel: "
+         "FSDP2, kernels of Transformer Engine, DeepEP, all in bf16 (its examples/benchmark/configs)"},
+    ),
+    (
+        "torchtitan-eager", "torchtitan",
+        {"fused": False, "waits": False, "source": "torchtitan without torch.compile"},
+    ),
+    (
+        "torchtitan-2025", "torchtitan",
+        {"loss": "fused", "logit_peak_bytes": 4.0, "cut_logit_bytes": 0.0, "kept_gathered": 1, "source": "torchtitan "
+         "since April 2025: the loss is compiled too (pull request 1033): logits are read in bf16, their gradient is "
+         "written; embedding and output matrix are units of their own"},
+    ),
+)  # fmt: skip
+SOFTWARE |= {name: replace(SOFTWARE[of], name=name, **changes) for name, of, changes in VARIANTS}
+
+
 def software(name: str) -> Software:
-    """Returns an implementation by name; the ending "-fp8" has its layers' products in FP8. `InputError` if unknown."""
+    """Returns an implementation by name, whose ending may tell a recipe of FP8 ("-fp8"). `InputError` if unknown."""
     for recipe, fp8 in FP8.items():
         if name.removesuffix(fp8.suffix) in SOFTWARE and name.endswith(fp8.suffix):
             plain = SOFTWARE[name.removesuffix(fp8.suffix)]
             return replace(
                 plain, name=name, fp8=recipe,
-                source=f"{plain.source}; the layers' products in FP8, each input {fp8.source}: a forecast, no plan of "
-                "this version runs it",
+                source=f"{plain.source}; the layers' products in {fp8.name}, each input {fp8.source}: a forecast, no "
+                "plan of this version runs it",
             )  # fmt: skip
     if name not in SOFTWARE:
         raise InputError(

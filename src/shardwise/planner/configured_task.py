@@ -242,6 +242,8 @@ def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
 
 def _preprocessed(path: str) -> Any:
     """Returns the image size in the preprocessor_config.json beside a configuration; None without such a file."""
+    if not isinstance(path, str):  # a configuration that lies nowhere
+        return None
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:
         processor = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))

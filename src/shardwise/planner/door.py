@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.adapters import with_lora
 from shardwise.cluster import Cluster
+from shardwise.cluster.catalogue import configuration
 from shardwise.config import BUILTINS
 from shardwise.config.schema import LoraSection
 from shardwise.costs import units
+from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
@@ -62,10 +64,10 @@ def subject_of(
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
-    if precision.startswith(("fp8", "mxfp8")):
+    if precision.startswith(("fp8", "mxfp8", "nvfp4", "fp4")):
         raise InputError(
-            f"precision={precision}: no plan of this version runs FP8; --software {software_name}-fp8 forecasts it for "
-            "a decoder by its numbers, under precision=bf16"
+            f"precision={precision}: no plan of this version runs FP8 or FP4; --software {software_name}-fp8 (or "
+            f"-mxfp8, -nvfp4) forecasts it for a decoder by its numbers, under precision=bf16"
         )
     soft, precision = software(software_name), Plan(precision=precision).precision
     where = _Where(cluster, soft, precision, plan, say, randomness)
@@ -81,6 +83,8 @@ def subject_of(
     if not (task.endswith(".json") or Path(task).is_dir()):
         if Path(task).is_file():
             raise InputError(f"task {task!r}: {which_task(task)}")
+        if (keys := configuration(task)) is not None:
+            return where.named(task, keys, samples, length)
         return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
     return where.of_file(task, samples, length)
 
@@ -109,8 +113,11 @@ class _Where:
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:
-            plain = self.software.name.split("-fp8")[0].split("-mxfp8")[0]
-            raise InputError(f"FP8 is forecast for decoders by their numbers alone; for this task, --software {plain}")
+            recipe = FP8[self.software.fp8]
+            raise InputError(
+                f"{recipe.name} is forecast for decoders by their numbers alone; for this task, --software "
+                f"{self.software.name.removesuffix(recipe.suffix)}"
+            )
         where = (self.cluster, self.software, samples, self.precision)
         if self.plan is None:
             return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
@@ -150,12 +157,25 @@ class _Where:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
             return self._built(named, samples, length, lora=lora)
+        if (keys := configuration(named)) is not None:
+            return self.named(named, keys, samples, length, lora)
         from shardwise.planner.decoders import configuration_of
 
         if length is None:
             raise InputError(f"{named} is a decoder by its numbers: give --seq and --global-batch")
         config = configuration_of(decoders.decoder_by_name(named), length)
         return self._built(named, samples, length, lora=lora, config=config)
+
+    def named(
+        self, name: str, keys: dict[str, Any], samples: int | None, length: int | None,
+        lora: LoraSection | None = None,
+    ) -> Subject:  # fmt: skip
+        """Returns the subject of a packaged model that is no decoder: built by transformers, and traced."""
+        if find_spec("transformers") is None:
+            raise InputError(f"{name} is built by transformers: pip install 'shardwise[hf]'")
+        from transformers import AutoConfig
+
+        return self._built(name, samples, length, lora=lora, config=AutoConfig.for_model(**keys))
 
     def _built(
         self, path: str, samples: int | None, length: int | None, *remarks: str, lora: LoraSection | None = None,

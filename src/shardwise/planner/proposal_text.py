@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.cluster.cluster_words import in_words
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.room import NAMES, Room
@@ -22,7 +23,7 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
     """Returns a search's result as text: the table, the best plan in detail, why the others lost."""
     best = search.best
     lines = [
-        f"{subject} on {cluster} ({cluster.world_size} devices), {batch}",
+        f"{subject} on {in_words(cluster)}, {batch}",
         f"{search.considered} plans considered, {search.fitted} fit, {len(search.proposals)} simulated, in "
         f"{search.seconds:.1f} s",
         "",

@@ -12,7 +12,7 @@ from shardwise.costs.offload import disk_rate
 from shardwise.costs.room import Room
 from shardwise.costs.units import bytes_text, seconds_text
 from shardwise.errors import ShardwiseError
-from shardwise.layout.offload import canonical, weights_on_host
+from shardwise.layout.offload import canonical, placements, weights_on_host
 from shardwise.layout.plan import DEGREES, Plan
 from shardwise.planner.candidates import Constraints, micro_batches, plan_of
 from shardwise.planner.proposal_text import Proposal, Search, lacking
@@ -80,16 +80,16 @@ def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
 def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
     """Returns (fastest layout on one device that fits, bytes it needs), or None."""
     fits: list[tuple[float, Layout, float]] = []
+    zero = like.zero if placements(like.offload, "parameters") else 0  # weights of zero=3 alone lie elsewhere
     for micro in micro_batches(subject.global_batch):
         # each micro-batch is tried: test_one_device_is_compared_at_its_own_best_micro_batch
         layout = like.with_(
             tp=1, sp=False, cp=1, ulysses=1, others=(), domain=(1,), domain_overlap="auto", domain_depth=1, pp=1, ep=1,
-            shard=1, replicas=1,
-            zero=0, chunks=1, rounds=1, schedule="1f1b", stage_layers=(), micro_batch=micro,
+            shard=1, replicas=1, zero=zero, chunks=1, rounds=1, schedule="1f1b", stage_layers=(), micro_batch=micro,
             n_micro=subject.global_batch // micro,
         )  # fmt: skip
         needed = subject.memory(layout).reserved + CONTEXT_BYTES
-        if needed <= capacity:
+        if needed <= capacity and not (layout.offload != "none" and subject.room(layout).lacks):
             fits.append((subject.estimate(layout), layout, needed))
     if not fits:
         return None

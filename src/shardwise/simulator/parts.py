@@ -96,7 +96,7 @@ class StepContext:
     def kernels(self) -> Kernels:
         device, soft = self.cluster.device, self.software
         host_s = host_seconds(device, soft)
-        return Kernels(device, soft.launch_us, self.precision, host_s=host_s, fp8=bool(soft.fp8))
+        return Kernels(device, soft.launch_us, self.precision, host_s=host_s, bits=soft.bits)
 
     @property
     def wire(self) -> Wire:
