@@ -6,7 +6,7 @@ got no token) belongs where the module that holds it ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,7 @@ def cut_forward(
         (flow, notice), (other, _) = (_traced(task, plan, precision, built, part, n) for n, part in enumerate(few))
     # The calls differ from run to run, or may: layers that a draw drops. Many runs show all of them.
     if flow.order != other.order or flow.moved or flow.read_draws:
-        flow, other = _fullest([_traced(task, plan, precision, built, x, n)[0] for n in range(TRIES)] for x in few)
+        flow, other = _fullest((_traced(task, plan, precision, built, x, n)[0] for n in range(TRIES)) for x in few)
     if flow.order != other.order:  # modules called as often as there are samples, say: no stage begins among them
         flow, other, counts = (
             (flow, other, counts) if len(flow.order) > len(other.order) else (other, flow, counts[::-1])
@@ -141,22 +141,25 @@ def _traced(
         raise blame(error, what, task, precision, built.module, sample) from error
 
 
-def _fullest(flows: Iterable[list[Flow]]) -> tuple[Flow, Flow]:
+def _fullest(flows: Iterable[Iterator[Flow]]) -> tuple[Flow, Flow]:
     """Returns one forward for each of two numbers of samples, with all the calls that chance leaves some out of.
 
-    flows  for each number of samples, the forwards that were followed
+    flows  for each number of samples, forwards that are followed as they are asked for
 
     Where no two have all the calls, it returns the first ones, whose calls differ.
     """
-    first, second = ([*tries] for tries in flows)
-    for flow in sorted(first, key=lambda tried: len(tried.order), reverse=True):
-        other = next((tried for tried in second if tried.order == flow.order), None)
-        # else no flow has all calls: two layers of which either one runs, never both
-        if other is not None and all(_among(tried.order, flow.order) for tried in (*first, *second)):
-            always = set(flow.order).intersection(*(tried.order for tried in (*first, *second)))
-            flow.varies = frozenset(set(flow.order) - always)
-            return flow, other
-    return first[0], next((tried for tried in second if tried.order != first[0].order), second[0])
+    (first, *more), others = flows
+    tries, second = [first, *more], list[Flow]()
+    fullest = next((flow for flow in tries if all(_among(tried.order, flow.order) for tried in tries)), None)
+    if fullest is not None:  # else no flow has all calls: two layers of which either one runs, never both
+        second = [*others]
+        other = next((tried for tried in second if tried.order == fullest.order), None)
+        if other is not None and all(_among(tried.order, fullest.order) for tried in second):
+            always = set(fullest.order).intersection(*(tried.order for tried in (*tries, *second)))
+            fullest.varies = frozenset(set(fullest.order) - always)
+            return fullest, other
+    unlike = (tried for tried in (*second, *others) if tried.order != first.order)
+    return first, next(unlike)
 
 
 def _among(some: list[tuple[str, int]], calls: list[tuple[str, int]]) -> bool:
