@@ -64,3 +64,20 @@ def test_a_source_is_looked_at_with_the_first_batch(name: str, pool: RankPool) -
 def test_groups_that_are_the_same_on_ranks_parts_are_equal(name: str, plan: str, pool: RankPool) -> None:
     result = verify(f"many_tasks:{name}", plan, pool=pool, timeout_s=60)
     assert result.parity, result.text()
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "told"),
+    [
+        ("fours", "dp_replicate=2", ""),
+        ("fours", "tp=2", ""),
+        ("four_groups", "tp=2", ""),
+        ("four_groups", "dp_shard=2,zero=3", 'declares loss_scope="model"'),
+        ("four_groups_on_all", "dp_shard=2,zero=3", ""),
+    ],
+)
+def test_a_forward_that_takes_samples_in_groups_is_looked_at_in_whole(
+    name: str, plan: str, told: str, pool: RankPool
+) -> None:
+    result = verify(f"many_tasks:{name}", plan, pool=pool, timeout_s=60)
+    assert told in (result.refused or "") if told else result.parity, result.refused or result.text()

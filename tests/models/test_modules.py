@@ -138,6 +138,8 @@ EQUAL = {
         dropped                        pp=2,microbatches=2 | pp=4,microbatches=4 pp=2,schedule=interleaved1f1b
         dropped                        | dp_shard=2,zero=3,pp=2 ZERO3,remat=full
         dropped_by_torch               pp=2,microbatches=2 | pp=4,microbatches=4 dp_shard=2,zero=3,pp=2
+        objects                        pp=2,stages=layers.3
+        either_object                  pp=2,stages=head
         ghost_on_all                   ZERO3 | dp_replicate=3,accumulate=2 dp_shard=2,zero=2,pp=2 dp_shard=2,zero=1,tp=2
         ghost                          | tp=2,pp=2
         listed                         | pp=2,microbatches=2 pp=2 pp=3,microbatches=4 tp=2,pp=2 pp=2,schedule=gpipe

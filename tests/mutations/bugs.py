@@ -221,7 +221,7 @@ PIPELINE = [
     bug("a parameter set in a buffer's place is not kept", "look.replaced_parameters:_setting_buffers",
         "value = value.detach()", "value = self._buffers[name]", "written_tasks:averages", "dp_replicate=2"),
     bug("stages take a layer that a draw of torch's drops for one that is always there", "engine.cutting:_fullest",
-        "frozenset(set(flow.order) - always)", "frozenset()", "remembering_tasks:dropped_by_torch",
+        "frozenset(set(fullest.order) - always)", "frozenset()", "remembering_tasks:dropped_by_torch",
         "pp=2,microbatches=2"),
     bug("a stage begins among calls that are as many as the samples", "parallel.pipeline.chance:met_always",
         "if not flow.repeats:", "if True:", "pipeline_tasks:one_by_one", "pp=2,microbatches=2"),

@@ -134,6 +134,7 @@ MODULES = [
     ("messages", "pp=2,dp_shard=2,zero=3,stages=nodes.0"), ("messages", "pp=2,tp=2,stages=edges.1"),
     ("hf_t5", "pp=2,schedule=zbv"), ("writes_into_slices", "pp=2,stages=blocks.2"), ("loss_that_writes", "pp=2,tp=2"),
     ("loss_that_writes", "pp=3,schedule=zbh1"), ("routed", "pp=2"), ("reads_the_base", "pp=2"),
+    ("head_by_step", "pp=2,stages=blocks.1"), ("head_by_step", "pp=2,dp_shard=2,zero=3,stages=blocks.1"),
 ]  # fmt: skip
 ARCHITECTURES = [name for name in vars(pipeline_tasks) if name.startswith("hf_")]
 

@@ -59,6 +59,17 @@ def in_chunks(x: Tensor, norm: nn.Module) -> Tensor:
     return torch.cat([part.cumsum(1).cos() for part in norm(x).split(6)])
 
 
+def in_fours(x: Tensor, norm: nn.Module) -> Tensor:
+    """Each sample beside the mean of its four; fails on other numbers of them."""
+    means = x.view(-1, 4, WIDTH).mean(1, keepdim=True)
+    return x * means.expand(-1, 4, WIDTH).reshape(x.shape)
+
+
+def over_four_groups(x: Tensor, norm: nn.Module) -> Tensor:
+    """Beside each sample, what the first ones of four groups differ by, and so on."""
+    return x + x.view(4, -1, WIDTH).var(0).repeat(4, 1)
+
+
 UNLIKE = (ghost, halves, centred_where_many, first_eight, spread_in_groups)
 ALIKE = (in_chunks, twice)
 
@@ -92,3 +103,15 @@ def chunked() -> Task:
 
 def ghosts() -> Task:
     return made(ghost)
+
+
+def fours() -> Task:
+    return made(in_fours)
+
+
+def four_groups() -> Task:
+    return made(over_four_groups)
+
+
+def four_groups_on_all() -> Task:
+    return made(over_four_groups, loss_scope="model")

@@ -59,6 +59,30 @@ class Routed(nn.Module):
         return x + y
 
 
+class HeadByStep(nn.Module):
+    """Two blocks and the one of three heads that the batch names, read before anything is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, OUT) for _ in range(3))
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        head = self.heads[int(which[0])]
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return head(x)
+
+
+def head_by_step() -> Task:
+    """Each step trains another head; stages are cut by the first one."""
+
+    def batch(step: int) -> dict[str, Tensor]:
+        return {**vectors(step), "which": torch.full((7,), step % 3)}
+
+    return task(HeadByStep, batch, inputs=lambda b: ((b["x"], b["which"]), {}))
+
+
 def routed() -> Task:
     """What is given to an expert, halfway through the work, has as many rows as values say."""
     return task(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed(), nn.Linear(WIDTH, OUT)))

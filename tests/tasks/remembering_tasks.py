@@ -367,6 +367,45 @@ class DroppedByTorch(Layers):
         return self.head(x)
 
 
+@dataclass
+class Shown:
+    """What a layer says of its run; two of them do not compare."""
+
+    hidden: Tensor
+
+
+class OfAll(nn.Module):
+    """A layer of the mean of all results so far, which may return an object beside its own."""
+
+    def __init__(self, shows: bool) -> None:
+        super().__init__()
+        self.inner, self.shows = nn.Linear(WIDTH, WIDTH), shows
+
+    def forward(self, before: list[Tensor]) -> Any:
+        hidden = self.inner(torch.stack(before).mean(0)).tanh()
+        return (hidden, Shown(hidden)) if self.shows else hidden
+
+
+class Objects(Layers):
+    """An object beside a result, and a state that goes on; in `either`, one of two layers by a draw of Python's."""
+
+    def __init__(self, *, either: bool) -> None:
+        self.either = either
+        super().__init__()
+
+    def start(self) -> None:
+        self.layers, self.memory = nn.ModuleList(OfAll(place == 0) for place in range(4)), torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, shown = self.layers[0]([x + self.memory])
+        if not self.either or random.random() > 0.5:
+            results = [x, self.layers[1]([x])]
+        else:  # one result more for the layer behind
+            results = [x, self.layers[2]([x]), x]
+        self.memory = shown.hidden.detach().mean(0)
+        return self.head(self.layers[3](results))
+
+
 class Scaled(nn.Module):
     """A layer times a number drawn by numpy."""
 
@@ -392,6 +431,14 @@ class OwnGenerators(Layers):
 
 def dropped() -> Task:
     return task(Dropped, EVEN)
+
+
+def objects() -> Task:
+    return task(partial(Objects, either=False), EVEN)
+
+
+def either_object() -> Task:
+    return task(partial(Objects, either=True), EVEN)
 
 
 def dropped_by_torch() -> Task:

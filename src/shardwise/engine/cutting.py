@@ -6,8 +6,10 @@ got no token) belongs where the module that holds it ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from shardwise.look.samples import few_samples
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.boundaries import CutPoint, Stage, StagePlacement
 from shardwise.parallel.pipeline.chance import repeated
-from shardwise.parallel.pipeline.cut_points import choose, decisions, make_stages
+from shardwise.parallel.pipeline.cut_points import choose, make_stages
 from shardwise.parallel.pipeline.lasting import kept_on, kept_twice
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in, slice_samples
@@ -85,7 +87,8 @@ def cut_forward(
         (flow, notice), (other, _) = (_traced(task, plan, precision, built, part, n) for n, part in enumerate(few))
     # The calls differ from run to run, or may: layers that a draw drops. Many runs show all of them.
     if flow.order != other.order or flow.moved or flow.read_draws:
-        flow, other = _fullest([_traced(task, plan, precision, built, x, n)[0] for n in range(TRIES)] for x in few)
+        tries = (map(partial(_traced, task, plan, precision, built, part), range(TRIES)) for part in few)
+        flow, other = _fullest((flow for flow, _ in traced) for traced in tries)
     if flow.order != other.order:  # modules called as often as there are samples, say: no stage begins among them
         flow, other, counts = (
             (flow, other, counts) if len(flow.order) > len(other.order) else (other, flow, counts[::-1])
@@ -141,22 +144,27 @@ def _traced(
         raise blame(error, what, task, precision, built.module, sample) from error
 
 
-def _fullest(flows: Iterable[list[Flow]]) -> tuple[Flow, Flow]:
+def _fullest(flows: Iterable[Iterator[Flow]]) -> tuple[Flow, Flow]:
     """Returns one forward for each of two numbers of samples, with all the calls that chance leaves some out of.
 
-    flows  for each number of samples, the forwards that were followed
+    flows  for each number of samples, forwards that are followed as they are asked for
 
     Where no two have all the calls, it returns the first ones, whose calls differ.
     """
-    first, second = ([*tries] for tries in flows)
-    for flow in sorted(first, key=lambda tried: len(tried.order), reverse=True):
-        other = next((tried for tried in second if tried.order == flow.order), None)
-        # else no flow has all calls: two layers of which either one runs, never both
-        if other is not None and all(_among(tried.order, flow.order) for tried in (*first, *second)):
-            always = set(flow.order).intersection(*(tried.order for tried in (*first, *second)))
-            flow.varies = frozenset(set(flow.order) - always)
-            return flow, other
-    return first[0], next((tried for tried in second if tried.order != first[0].order), second[0])
+    (first, *more), others = flows
+    tries, second = [first, *more], list[Flow]()
+    fullest = next((flow for flow in tries if all(_among(tried.order, flow.order) for tried in tries)), None)
+    if fullest is not None:  # else no flow has all calls: two layers of which either one runs, never both
+        second = [*others]
+        other = next((tried for tried in second if tried.order == fullest.order), None)
+        if other is not None and all(_among(tried.order, fullest.order) for tried in second):
+            always = set(fullest.order).intersection(*(tried.order for tried in (*tries, *second)))
+            fullest.varies = frozenset(set(fullest.order) - always)
+            return fullest, other
+    for unlike in chain(second, others):
+        if unlike.order != first.order:
+            break
+    return first, unlike
 
 
 def _among(some: list[tuple[str, int]], calls: list[tuple[str, int]]) -> bool:
@@ -220,9 +228,9 @@ class _Where:
     def __init__(self, flow: Flow, stages: list[Stage]):
         self.stages = stages
         self.spans: dict[str, list[tuple[int, int]]] = {}
-        times = [time for time, _ in decisions(flow)]
-        # stages in which the forward decides by values: another branch may run on other samples
-        self.decided = sorted({s.index for s in stages for time in times if s.start <= time < s.stop})
+        # The first value that is read in Python: behind it, in any stage, another branch may run on other samples.
+        first = min((*(op.time for op in flow.ops if op.reads_value), *flow.backwards), default=math.inf)
+        self.decided = [stage.index for stage in stages if first < stage.stop]
         for call in flow.calls():
             self.spans.setdefault(call.path, []).append((call.enter, call.exit))
 

@@ -26,7 +26,8 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.look.deterministic import fix_threads, refuse_shared
 from shardwise.look.first_samples import Findings
-from shardwise.look.samples import refuse_unlike
+from shardwise.look.one_process import runs_on_more
+from shardwise.look.samples import IN_WHOLE, SAMPLES, a_few, first_micro_batch, refuse_unlike
 from shardwise.look.task_look import LOOK, as_looked, follow_draws, make_and_look
 from shardwise.look.unowned import not_trained
 from shardwise.mesh import Mesh, build_mesh
@@ -92,6 +93,17 @@ def parallelize(
     )  # fmt: skip
 
 
+def _takes_groups(task: Task, plan: Plan, error: Exception) -> bool:
+    """Returns whether a look failed on a few samples, where one process runs on whole micro-batches alone.
+
+    Every rank asks itself alike. Not of pipeline stages, of which one may fail where others do not.
+    """
+    if plan.pp > 1 or task.batch is None or f"on {SAMPLES} samples" not in str(error):
+        return False
+    batch = task.batch(0)
+    return runs_on_more(task, Precision.of(plan), a_few(batch), first_micro_batch(batch, plan, plan.data_ranks))
+
+
 def on_mesh(
     task: Task, plan: Plan, mesh: Mesh, *, seed: int, randomness: Randomness, clip_norm: float | None,
     schedule: Callable[[int], float] | None = None, on_nonfinite: str = "raise", check_loss: bool = True,
@@ -119,11 +131,14 @@ def on_mesh(
             state, findings = make_and_look(make, masks=randomness == "global")
         except (InputError, RefusedPlan) as error:
             # Only where torch refused: a module that runs as it is stays as it is.
-            if (met := met_at(task, plan, error)) is None:
+            if (met := met_at(task, plan, error)) is not None:
+                tasks.append(met)
+            elif _takes_groups(task, plan, error):
+                mesh.found[IN_WHOLE] = True
+            else:
                 raise
-            tasks.append(met)
             state, findings = make_and_look(make, masks=randomness == "global")
-            state.notices.append(told_met(plan))
+            state.notices += [told_met(plan)] if met is not None else []
     else:
         state = make()
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)

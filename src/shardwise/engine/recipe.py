@@ -33,7 +33,7 @@ from shardwise.layout.batch_pieces import BatchPieces
 from shardwise.layout.zero_stages import PER_MICROBATCH, ZeroStage
 from shardwise.look.memory_limits import check_masks, check_room
 from shardwise.look.replaced_parameters import hold_replaced, may_replace
-from shardwise.look.samples import a_few, few_samples, has_samples
+from shardwise.look.samples import IN_WHOLE, few_samples, has_samples, looked_at
 from shardwise.memory.chunks import Chunks, chunked_forwards, given_values
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
@@ -170,7 +170,8 @@ def _made_fit(
     # Found by names alone, at no cost; whether it does takes a forward.
     replaces = may_replace(module) and (few is not None or has_samples(task))
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner or replaces):
-        few = a_few(few_samples(task, plan, mesh.world, mesh.device))
+        few = few_samples(task, plan, mesh.world, mesh.device)
+        few = looked_at(few, plan, plan.data_ranks, IN_WHOLE in mesh.found)
     notices += hold_replaced(task, precision, built, few) if replaces else []
     # Before cuts are looked for: shards, shares and messages are of real numbers.
     built.pairs = hold_pairs(module) if works_inside(plan) else pairs_in(module)

@@ -295,6 +295,12 @@ def added_up(name: str, whole: Loss, value: float, dtype: torch.dtype, least: fl
     return close(whole.numbers()[name], value, dtype, least, whole.terms if name == "sum" else 0.0)
 
 
+def against(value: float, other: float) -> str:
+    """Returns two numbers that differ as text, with as many digits as show it."""
+    digits = next((digits for digits in range(6, 17) if f"{value:.{digits}g}" != f"{other:.{digits}g}"), 17)
+    return f"{value:.{digits}g} against {other:.{digits}g}"
+
+
 def _apart(
     whole: Loss, first: Loss, second: Loss, dtype: torch.dtype, least: float = 0.0
 ) -> tuple[str, float, float] | None:
@@ -317,7 +323,7 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
     if apart is None:
         return []
     (name, value, parts), (n, a, b) = apart, sizes
-    sums = f"its {name} on {n} samples and on {a} and {b} of them is {value:.6g} against {parts:.6g} in parts"
+    sums = f"its {name} on {n} samples and on {a} and {b} of them is {against(value, parts)} in parts"
     if name.startswith("weight"):
         return [f"the loss does not add up over samples: {sums}. The weight must be counted from the samples at hand"]
     if pairs:
@@ -344,7 +350,7 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
     return [
         f"the forward leaves {what} for the next one, computed "
         f"of all samples of a batch together, and a second forward reads it: there the loss's {name} on {n} samples "
-        f"and on {a} and {b} of them is {value:.6g} against {added:.6g} in parts, so ranks would each keep one of "
+        f"and on {a} and {b} of them is {against(value, added)} in parts, so ranks would each keep one of "
         'their own samples: loss_scope="model" (of Task, of prepare) has every rank run the model on all of them'
     ], read
 
@@ -398,7 +404,7 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
     dims.blocks, (name, value, added) = frozenset(), apart[0]
     return [
         f"masks dealt by global index do not give one process's: with them the loss's {name} on {n} samples is "
-        f"{value:.6g} against {added:.6g} in parts. A random tensor holds the samples in an order that cannot "
+        f"{against(value, added)} in parts. A random tensor holds the samples in an order that cannot "
         "be followed (neither one by one nor all of them several times), or a generator of the module's own draws it; "
         f"draw tensors with a batch dim, or {EACH_ITS_OWN}"
     ]

@@ -69,6 +69,13 @@ def blame(
     return alone or RefusedPlan(f"{what}, though one process runs on them: {message}")
 
 
+def runs_on_more(task: Task, precision: Precision, few: Any, more: Any) -> bool:
+    """Returns whether one process fails on few samples and runs on more: a forward that takes them in groups."""
+    with suppress(Untried):
+        return failure_alone(task, precision, few) is not None and failure_alone(task, precision, more) is None
+    return False
+
+
 def told_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> InputError | None:
     """Returns the error, with its remedy, of one process on the batch; None where it runs. Raises `Untried`."""
     alone = failure_alone(task, precision, batch, device)

@@ -79,6 +79,19 @@ def a_few(batch: Any) -> Any:
     return slice_samples(batch, 0, min(samples_in(batch), SAMPLES))
 
 
+IN_WHOLE = "whole micro-batches are looked at"  # of what is tried once for a mesh
+
+
+def looked_at(batch: Any, plan: Plan, data_ranks: int, in_whole: bool) -> Any:
+    """Returns the samples to look at: a few, or the first micro-batch of a forward that runs on no few."""
+    return first_micro_batch(batch, plan, data_ranks) if in_whole else a_few(batch)
+
+
+def first_micro_batch(batch: Any, plan: Plan, data_ranks: int) -> Any:
+    """Returns the samples of the first micro-batch, of all ranks."""
+    return slice_samples(batch, 0, deal(samples_in(batch), plan.step_microbatches, data_ranks, 0)[0][3])
+
+
 def fewest_samples(task: Task, plan: Plan, batch: Any) -> int:
     """Returns 2 where every rank is dealt at least two samples of each micro-batch, else 1.
 

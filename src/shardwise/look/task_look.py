@@ -18,7 +18,7 @@ from shardwise.layout.dealing import cut, deal
 from shardwise.look.first_samples import Findings, explained, gently, look
 from shardwise.look.in_float64 import task_differs
 from shardwise.look.one_process import MOST_ELEMENTS, Untried, blame, failure_alone
-from shardwise.look.samples import a_few, costly, few_samples, fewest_samples
+from shardwise.look.samples import IN_WHOLE, costly, few_samples, fewest_samples, looked_at
 from shardwise.look.watched_run import InsideTransform, TakesGradients, WritesWeights
 from shardwise.look.whole_against_parts import look_at_many, many_of, sizes_to_try, too_many
 from shardwise.memory.recompute import note_written
@@ -37,7 +37,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     task, share = state.task, partial(_on_all_ranks, state)
     sample = few_samples(task, state.plan, state.mesh.world, state.device)
     state.notices += [] if task.batch is None else costly(sample)
-    whole = a_few(sample)
+    whole = looked_at(sample, state.plan, state.data_ranks, IN_WHOLE in state.mesh.found)
     if state.staged is not None:
         _refuse_dtypes(state, whole)
     if state.same_samples and state.mesh.data.size > 1:
@@ -77,6 +77,8 @@ def _look_at_few(
     task, n, staged = state.task, samples_in(whole), state.staged
     # A forward may fail on one sample, which no rank of this run is given; unequal parts show a loss that is a mean.
     first = fewest_samples(task, state.plan, sample) if n > 3 else 1
+    if IN_WHOLE in state.mesh.found:  # what a rank is given, or half of it
+        first = cut(n, max(2, state.data_ranks), 0)[1]
     parts = (slice_samples(sample, 0, first), slice_samples(sample, first, n)) if n > 1 else None
     reads = OutsideReads(state.module)
 

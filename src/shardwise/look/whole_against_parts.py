@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.look.first_samples import added_up, bar_of, finite, with_attributes_alone
+from shardwise.look.first_samples import added_up, against, bar_of, finite, with_attributes_alone
 from shardwise.look.samples import COSTLY_BYTES
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen
 from shardwise.parallel.batchnorm import KnownStatistics, Statistics
@@ -132,7 +132,7 @@ def _sums_differ(
         if not added_up(name, whole, added, dtype):
             return [
                 f"what the module gives for a sample hangs on how many there are: the loss's {name} on {sum(sizes)} "
-                f"samples is {value:.6g} against {added:.6g} on {_joined(sizes)} of them, {_FOR_PARTS} ({why}"
+                f"samples is {against(value, added)} on {_joined(sizes)} of them, {_FOR_PARTS} ({why}"
             ]
     return []
 

@@ -28,6 +28,7 @@ from shardwise.host import put, read
 from shardwise.layout.dealing import Share
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
+from shardwise.parallel.full import FullShard
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.lasting import as_left
 from shardwise.parallel.pipeline.stage_gradients import Tape
@@ -279,12 +280,16 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
         if index is None or index not in used:
             continue
         gradient = gathered_alone(technique.full_gradient(index))
+        reached = gradient is not None
         if gradient is None:  # another stage used it: this one adds zeros
             kind = state.precision.master.to_complex() if name in state.pairs else state.precision.master
             where = slots[name].master.device if name in slots else state.device
             gradient = torch.zeros(shapes[name], dtype=kind, device=where)
         numbers = _summed(as_pairs(gradient.contiguous()), staged.axis, staged.cut.holders[name], number)
         total = state.outside(name, numbers)
+        if not reached and isinstance(technique, FullShard):  # FSDP2 has brought none to the parameter itself either
+            technique.place_gradient(index, total)
+            continue
         slot = slots.get(name)
         if slot is None:  # this rank of dp_shard has no element of it
             continue

@@ -59,13 +59,13 @@ def _skip(
 ) -> Skip | None:
     """Returns the `Skip` of a call; None where it must run: its result is shared, or has shapes that are not known."""
     other = twins.get((call.path, call.place))
+    if other is None or not _pairs(call, other):
+        return None
     # `moves`: what it changes in the module, a later forward would find made up
-    if other is None or call.moves or not all(_alike(call, later) for later in flow.later):
+    if call.moves or not _plain(call) or not all(_alike(call, later) for later in flow.later):
         return None
     returned = {leaf.tensor for leaf in call.leaves}
     for leaf in call.leaves:
-        if leaf.tensor is None and not isinstance(leaf.value, type(None) | bool | int | float | str):
-            return None
         if leaf.tensor is not None and not flow.depends[leaf.tensor]:
             return None  # a mask, a table of positions: never sent, every stage computes it
     first, last = (bisect.bisect_left(flow.in_order, (moment, -1)) for moment in (call.enter, call.exit + 1))
@@ -90,6 +90,16 @@ def _skip(
     return skip
 
 
+def _pairs(call: ModuleCall, other: ModuleCall) -> bool:
+    """Returns whether two calls have as many arguments and results: layers that chance leaves out hand on no more."""
+    return (len(call.shapes), len(call.leaves)) == (len(other.shapes), len(other.leaves))
+
+
+def _plain(call: ModuleCall) -> bool:
+    """Returns whether a result is of tensors and plain values: two objects of the user's may not compare."""
+    return all(isinstance(leaf.value, type(None) | bool | int | float | str) for leaf in call.leaves)
+
+
 def _alike(call: ModuleCall, later: Flow) -> bool:
     """Returns whether a later forward's same call has equal arguments and results and changes no attribute.
 
@@ -100,7 +110,7 @@ def _alike(call: ModuleCall, later: Flow) -> bool:
         return True
     of_twin = (twin.spec, twin.shapes, [leaf.value for leaf in twin.leaves], [leaf.shape for leaf in twin.leaves])
     of_call = (call.spec, call.shapes, [leaf.value for leaf in call.leaves], [leaf.shape for leaf in call.leaves])
-    return not twin.moves and of_twin == of_call
+    return not twin.moves and _plain(twin) and of_twin == of_call
 
 
 def made_up_shapes(skip: Skip, argument_shapes: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
