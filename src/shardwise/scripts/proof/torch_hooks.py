@@ -1,8 +1,10 @@
 """`TorchHooks`: record a script that never calls `prepare`, by torch's own hooks on optimizers, modules and backward.
 
-    names       those that the outermost module gives which was called and holds the parameter, without wrappers' parts
+    names       those that the outermost module gives which was called and holds the parameter, without wrappers' parts;
+                with that module's number where another one gives them too
     losses      the roots of `loss.backward()`
-    gradients   as `optimizer.step()` finds them; of DTensors and of FSDP1's flat parameters the whole tensors
+    gradients   as `optimizer.step()` finds them, of a closure those of its last call; of DTensors and of FSDP1's flat
+                parameters the whole tensors
 
 What this does not do: know a parameter's name whose module was never called.
 """
@@ -10,6 +12,7 @@ What this does not do: know a parameter's name whose module was never called.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -45,7 +48,8 @@ class TorchHooks:
 
     def __enter__(self) -> TorchHooks:
         for handle in (
-            register_module_forward_pre_hook(self._called),
+            register_module_forward_pre_hook(self._called),  # torch's global ones, as a script may pickle its model
+            register_module_forward_hook(self._given, with_kwargs=True),
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ):
@@ -78,16 +82,14 @@ class TorchHooks:
         met = {id(param) for root in self._roots for param in root.parameters()}
         nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job)
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
-        # behind forward, since a hook before it would miss the call at hand, and torch's global ones get no keywords
-        self._stack.callback(module.register_forward_hook(self._given, with_kwargs=True).remove)
         for param in module.parameters() if self._recorder.job.apart else ():
             if param.requires_grad and id(param) not in self._heard:
                 self._heard.add(id(param))
                 self._stack.callback(param.register_hook(partial(self._asks, id(param))).remove)
 
     def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """An outermost module was called with these samples."""
-        if torch.is_grad_enabled():
+        """A module was called with these samples."""
+        if torch.is_grad_enabled() and any(module is root for root in self._roots):
             self._recorder.called(content_of((args, kwargs)))
 
     def _asks(self, param: int, gradient: torch.Tensor) -> None:
@@ -117,23 +119,30 @@ class TorchHooks:
                 whole = [(name, _whole(param)) for name, param in named]
                 trained = {name for name, param in named if param.requires_grad}
                 self._numbers[id(optimizer)] = self._recorder.add(optimizer, whole, trained)
-            number = self._numbers[id(optimizer)]
-            for value in self._losses:
-                self._recorder.loss(number, value, "mean")
-            self._losses = []
-            for asked in self._asked if self._recorder.job.apart else ():
-                self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
-            self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
-            grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
-            self._recorder.before(number, grads)
+            if not _has_closure(args, kwargs):
+                self._finds(optimizer, named)
+
+    def _finds(self, optimizer: Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
+        """An optimizer's step has these gradients, and the losses of the backwards since its last one."""
+        number = self._numbers[id(optimizer)]
+        for value in self._losses:
+            self._recorder.loss(number, value, "mean")
+        self._losses = []
+        for asked in self._asked if self._recorder.job.apart else ():
+            self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
+        self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
+        grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
+        self._recorder.before(number, grads)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         self._inside -= 1
         if self._inside:
             return
-        roots = self._roots_of(optimizer)
-        buffers = [(_bare(name), buffer) for root in roots for name, buffer in root.named_buffers()]
+        if _has_closure(args, kwargs):
+            with self._readable(grads=True):
+                self._finds(optimizer, self._named(optimizer))
+        buffers = self._of_roots(optimizer, "buffers")
         states = [] if self._has_flat() else [*self._states(optimizer)]
         if self._has_flat() and self._recorder.record.states_known:
             self._recorder.record.states_known = False
@@ -158,12 +167,20 @@ class TorchHooks:
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
-        roots = reversed(self._roots_of(optimizer))
-        found = {id(param): (_bare(name), param) for root in roots for name, param in root.named_parameters()}
+        named = self._of_roots(optimizer, "parameters")
+        there = {id(param) for _, param in named}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        for place, param in enumerate(params):
-            found.setdefault(id(param), (f"parameter {place}", param))
-        return list(found.values())
+        beside = [(f"parameter {place}", param) for place, param in enumerate(params) if id(param) not in there]
+        return named + beside
+
+    def _of_roots(self, optimizer: Optimizer, kind: str) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
+        rows: dict[int, tuple[int, str, torch.Tensor]] = {}
+        for number, root in enumerate(self._roots_of(optimizer)):
+            for name, tensor in getattr(root, f"named_{kind}")():
+                rows.setdefault(id(tensor), (number, _bare(name), tensor))
+        uses = Counter(name for _, name, _ in rows.values())
+        return [(name if uses[name] == 1 else f"{number}.{name}", tensor) for number, name, tensor in rows.values()]
 
     def _has_flat(self) -> bool:
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -184,6 +201,11 @@ class TorchHooks:
                             FullyShardedDataParallel.summon_full_params(unit, with_grads=grads, writeback=False)
                         )
             yield
+
+
+def _has_closure(args: tuple, kwargs: dict) -> bool:
+    """Whether an optimizer's step, whose first argument is the optimizer, is given a closure."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
 def _whole(value: Any) -> Any:
