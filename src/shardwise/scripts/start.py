@@ -84,7 +84,7 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
                 f"prepare: {where} is wrapped in {kind}, which deals batches or sums gradients over ranks by itself: "
                 f"leave {kind} out and give prepare the module in it (.module), which the plan then spreads"
             )
-        sharded = any(isinstance(param, DTensor) for param in child.parameters(recurse=False))
+        sharded = any(isinstance(param, DTensor) for param in child._parameters.values())
         if sharded or any(home.startswith("torch.distributed.fsdp") for home in homes):
             raise InputError(
                 f"prepare: {where} ({kind}) is sharded already, by FSDP, fully_shard or DTensor, so its parameters are "

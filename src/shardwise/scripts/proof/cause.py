@@ -22,7 +22,7 @@ import torch
 from shardwise.layout import Plan
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Tensors
-from shardwise.scripts.proof.recorder import ScriptRecord, StepRecord
+from shardwise.scripts.proof.recorder import ScriptRecord
 
 NEAR = 1e-6
 SCOPES = {
@@ -199,6 +199,10 @@ def _of_records(sides: Difference) -> Cause | None:
         "initial value" in each for each in parity.differences
     ):
         return _cause("weights_at_start", _first_of(parity))
+    for number, rank in enumerate(sides.ranks):
+        for mine, theirs in zip(rank.initial, many.initial, strict=False):
+            if names := _unlike(mine, theirs):
+                return _cause("weights_at_start", f"'{names[0]}' of rank {number} and of rank 0")
     if not single.steps or not many.steps:
         return _cause("own_backward") if not many.steps else None
     step = first_step(sides)
@@ -391,13 +395,17 @@ def _parts(backwards: list[Tensors], one_by_one: bool) -> list[Tensors]:
     return heard if one_by_one or not heard else [_sum(heard)]
 
 
+def _unlike(mine: Tensors, theirs: Tensors) -> list[str]:
+    """Returns the names of tensors that both have, and not alike."""
+    pairs = ((name, tensor, theirs.get(name)) for name, tensor in mine.items())
+    return [name for name, a, b in pairs if a is not None and b is not None and not torch.equal(a, b)]
+
+
 def _apart(first: ScriptRecord, other: ScriptRecord, step: int) -> bool:
     """Whether a rank's weights differ from rank 0's after a step."""
     if step >= len(first.steps) or step >= len(other.steps):
         return True
-    mine: StepRecord = first.steps[step]
-    pairs = [(mine.parameters.get(name), tensor) for name, tensor in other.steps[step].parameters.items()]
-    return any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+    return bool(_unlike(other.steps[step].parameters, first.steps[step].parameters))
 
 
 # --- words

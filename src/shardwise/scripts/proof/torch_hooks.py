@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.errors import InputError
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, nudge, sketch
 
@@ -195,11 +196,15 @@ class TorchHooks:
         with ExitStack() as inside:
             for root in self._roots:
                 if any(isinstance(each, FullyShardedDataParallel) for each in root.modules()):
-                    units = FullyShardedDataParallel.fsdp_modules(root, root_only=True)
-                    for unit in units:
-                        inside.enter_context(
-                            FullyShardedDataParallel.summon_full_params(unit, with_grads=grads, writeback=False)
-                        )
+                    for unit in FullyShardedDataParallel.fsdp_modules(root, root_only=True):
+                        whole = FullyShardedDataParallel.summon_full_params(unit, with_grads=grads, writeback=False)
+                        try:
+                            inside.enter_context(whole)
+                        except NotImplementedError as error:
+                            raise InputError(
+                                f"verify: FSDP does not give whole gradients here ({error}): "
+                                "FSDP(..., use_orig_params=True) does, and trains alike"
+                            ) from None
             yield
 
 
