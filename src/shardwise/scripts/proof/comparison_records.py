@@ -8,7 +8,7 @@ import torch
 
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Deviation, Record, Tensors
-from shardwise.scripts.proof.recorder import ScriptRecord, StepRecord
+from shardwise.scripts.proof.recorder import ScriptRecord
 
 ROUNDING = 1e-11  # of the model's largest gradient: below it a gradient is what rounding leaves of a zero
 
@@ -33,17 +33,19 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
     record.trained = {_named(number, name, several) for number, names in enumerate(script.trained) for name in names}
     buffers: Tensors = {}
     buffers_too = {_named(step.model, name, several) for step in script.steps for name in step.buffers}
-    initial = _all(script.initial, several)
+    initial = {
+        name: t for n, tensors in enumerate(script.initial) for name, t in _labelled(n, tensors, several).items()
+    }
     record.initial = parameters = {name: tensor for name, tensor in initial.items() if name not in buffers_too}
     states: Tensors = {}
     rates = [0.0]
     for step in script.steps[:steps]:
         record.losses.append(sum(step.losses))
         record.norms.append(math.sqrt(step.squares))
-        record.gradients.append(_prefixed(step, step.gradients, several))
-        parameters = parameters | _prefixed(step, step.parameters, several)
-        buffers = buffers | _prefixed(step, step.buffers, several)
-        states = states | _states(step, several)
+        record.gradients.append(_labelled(step.model, step.gradients, several))
+        parameters = parameters | _labelled(step.model, step.parameters, several)
+        buffers = buffers | _labelled(step.model, step.buffers, several)
+        states = states | _labelled(step.model, step.states, several)
         record.parameters.append(parameters)
         record.buffers.append(buffers)
         record.states.append(states)
@@ -66,32 +68,19 @@ def _deviations(
                 here = getattr(mine, kind).get(name)
                 same = here is tensor or (here is not None and tensor is not None and torch.equal(here, tensor))
                 if not same:
-                    label = _of(mine, name, several) if kind == "states" else _named(mine.model, name, several)
                     what = "optimizer" if kind == "states" else kind.removesuffix("s")
-                    record.append(Deviation(rank, number, what, label, tensor))
+                    record.append(Deviation(rank, number, what, _named(mine.model, name, several), tensor))
     return record
 
 
-def _all(tensors: list[Tensors], several: bool) -> Tensors:
-    return {_named(number, name, several): t for number, named in enumerate(tensors) for name, t in named.items()}
-
-
 def _named(model: int, name: str, several: bool) -> str:
-    return f"model {model + 1}: {name}" if several else name
+    """Returns a name with its model's number: "exp_avg of model 2: weight"."""
+    key, of, param = name.rpartition(" of ")
+    return f"{key}{of}model {model + 1}: {param}" if several else name
 
 
-def _prefixed(step: StepRecord, tensors: Tensors, several: bool) -> Tensors:
-    return {_named(step.model, name, several): tensor for name, tensor in tensors.items()}
-
-
-def _states(step: StepRecord, several: bool) -> Tensors:
-    return {_of(step, name, several): tensor for name, tensor in step.states.items()}
-
-
-def _of(step: StepRecord, name: str, several: bool) -> str:
-    """ "exp_avg of weight", with the model's number before the parameter's name."""
-    key, _, param = name.partition(" of ")
-    return f"{key} of {_named(step.model, param, several)}"
+def _labelled(model: int, tensors: Tensors, several: bool) -> Tensors:
+    return {_named(model, name, several): tensor for name, tensor in tensors.items()}
 
 
 def zero_gradients(parity: Parity, one: Record, many: Record) -> None:

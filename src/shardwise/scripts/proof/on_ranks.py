@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import ShardwiseError
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.over_ranks import OverRanks
 from shardwise.scripts.proof.recorder import ScriptRecorder, shortened, sketch
@@ -62,12 +62,9 @@ class RankSide:
         record = self.recorder.record
         try:
             yield from prepared.engine.full_optimizer_state()
-        except RefusedPlan as refusal:  # on every rank alike, before anything is sent
+        except ShardwiseError as error:  # on every rank alike, before anything is sent
             if record.states_known:
-                record.notices.append(f"the optimizer's state was not compared: {refusal}")
-            record.states_known = False
-        except ShardwiseError as error:
-            record.notices.append(f"the optimizer's state was not compared: {error}")
+                record.notices.append(f"the optimizer's state was not compared: {error}")
             record.states_known = False
 
 

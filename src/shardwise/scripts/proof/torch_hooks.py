@@ -144,8 +144,9 @@ class TorchHooks:
             with self._readable(grads=True):
                 self._finds(optimizer, self._named(optimizer))
         buffers = self._of_roots(optimizer, "buffers")
-        states = [] if self._has_flat() else [*self._states(optimizer)]
-        if self._has_flat() and self._recorder.record.states_known:
+        flat = self._units()
+        states = [] if flat else [*self._states(optimizer)]
+        if flat and self._recorder.record.states_known:
             self._recorder.record.states_known = False
             self._recorder.record.notices.append(
                 "scope: the optimizer's state over FSDP1's flat pieces is not compared"
@@ -183,28 +184,26 @@ class TorchHooks:
         uses = Counter(name for _, name, _ in rows.values())
         return [(name if uses[name] == 1 else f"{number}.{name}", tensor) for number, name, tensor in rows.values()]
 
-    def _has_flat(self) -> bool:
+    def _units(self) -> list[nn.Module]:
+        """The outermost units of FSDP1."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        return any(isinstance(each, FullyShardedDataParallel) for root in self._roots for each in root.modules())
+        units = (FullyShardedDataParallel.fsdp_modules(root, root_only=True) for root in self._roots)
+        return [unit for of_root in units for unit in of_root]
 
     @contextmanager
     def _readable(self, *, grads: bool = False) -> Iterator[None]:
         """Context: FSDP1's parameters are whole."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         with ExitStack() as inside:
-            for root in self._roots:
-                if any(isinstance(each, FullyShardedDataParallel) for each in root.modules()):
-                    for unit in FullyShardedDataParallel.fsdp_modules(root, root_only=True):
-                        whole = FullyShardedDataParallel.summon_full_params(unit, with_grads=grads, writeback=False)
-                        try:
-                            inside.enter_context(whole)
-                        except NotImplementedError as error:
-                            raise InputError(
-                                f"verify: FSDP does not give whole gradients here ({error}): "
-                                "FSDP(..., use_orig_params=True) does, and trains alike"
-                            ) from None
+            for unit in self._units():
+                whole = unit.summon_full_params(unit, with_grads=grads, writeback=False)
+                try:
+                    inside.enter_context(whole)
+                except NotImplementedError as error:
+                    raise InputError(
+                        f"verify: FSDP does not give whole gradients here ({error}): FSDP(..., use_orig_params=True) "
+                        "does, and trains alike"
+                    ) from None
             yield
 
 
