@@ -153,10 +153,9 @@ _REPLACED = (
 
 
 class FirstSteps:
-    """Beside an optimizer's steps: `before` and `after` each. `proves`: parameters' places are looked at in each."""
+    """Beside an optimizer's steps: `before` and `after` each."""
 
-    def __init__(self, engine: Engine, *, proves: bool) -> None:
-        self._proves = proves
+    def __init__(self, engine: Engine) -> None:
         self._state, self._steps = engine.state, 0  # that are done
         self.places = ParametersInPlace(engine.module)
         trained = set(engine.state.names)
@@ -165,7 +164,7 @@ class FirstSteps:
 
     def before(self) -> None:
         """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
-        if self._proves or self._alike.is_due(self._steps + 1):
+        if self._alike.is_due(self._steps + 1):
             self._check_places()
 
     def _check_places(self) -> None:

@@ -35,10 +35,6 @@ class RankSide:
         gradients = {name: None if g is None else sketch(g) for (name, _), g in zip(named, found, strict=True)}
         self.recorder.local_gradients(self.number, gradients)
 
-    def loss(self, value: torch.Tensor, form: str) -> None:
-        """A backward: the loss over all ranks, and how it was given."""
-        self.recorder.loss(self.number, float(value), form)
-
     def before(self, prepared: OverRanks) -> None:
         """The optimizer's step begins; the script has done to gradients what it does."""
         self.recorder.record.raised_eps |= bool(raise_eps(prepared.optimizer))

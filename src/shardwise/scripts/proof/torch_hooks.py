@@ -145,7 +145,9 @@ class TorchHooks:
                 self._finds(optimizer, self._named(optimizer))
         buffers = self._of_roots(optimizer, "buffers")
         flat = self._units()
-        states = [] if flat else [*self._states(optimizer)]
+        named = [] if flat else self._named(optimizer)
+        kept = ((name, optimizer.state.get(param, {})) for name, param in named)
+        states = [(name, {key: _whole(value) for key, value in state.items()}) for name, state in kept]
         if flat and self._recorder.record.states_known:
             self._recorder.record.states_known = False
             self._recorder.record.notices.append(
@@ -155,17 +157,7 @@ class TorchHooks:
             parameters = [(name, _whole(param)) for name, param in self._named(optimizer)]
             self._recorder.after(self._numbers[id(optimizer)], parameters, buffers, states, optimizer.param_groups)
 
-    def _states(self, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-        for name, param in self._named(optimizer):
-            state = optimizer.state.get(param, {})
-            yield name, {key: _whole(value) for key, value in state.items()}
-
     # --- names and whole tensors
-
-    def _roots_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        """The outermost modules that hold what an optimizer trains."""
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return [root for root in self._roots if any(id(param) in held for param in root.parameters())] or self._roots
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
@@ -177,8 +169,10 @@ class TorchHooks:
 
     def _of_roots(self, optimizer: Optimizer, kind: str) -> list[tuple[str, torch.Tensor]]:
         """(name, tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        roots = [root for root in self._roots if any(id(param) in held for param in root.parameters())]
         rows: dict[int, tuple[int, str, torch.Tensor]] = {}
-        for number, root in enumerate(self._roots_of(optimizer)):
+        for number, root in enumerate(roots or self._roots):
             for name, tensor in getattr(root, f"named_{kind}")():
                 rows.setdefault(id(tensor), (number, _bare(name), tensor))
         uses = Counter(name for _, name, _ in rows.values())

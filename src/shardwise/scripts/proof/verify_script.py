@@ -24,30 +24,22 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.progress import Say, silent
-from shardwise.proof.compare_records import compare
-from shardwise.proof.narrow import LEAST_BAR, MOST_BAR, bar_of, set_noise_apart
+from shardwise.proof.narrow import LEAST_BAR, bar_of
 from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
 from shardwise.proof.rounding import NUDGES, Noise, add_noise, errors_of, explain_by_rounding
-from shardwise.proof.settings import LEAST_EPS
 from shardwise.scripts.proof import receipts
-from shardwise.scripts.proof.cause import Cause, Difference, cause_of, cause_of_change, first_difference
-from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
-from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptJob, ScriptRecord
+from shardwise.scripts.proof.cause import Difference, cause_of, cause_of_change
+from shardwise.scripts.proof.comparison_records import joined, judge, record_of
+from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 STEPS = 6
 MOST_ROUNDING = 1e-5  # of an error: mistakes are near 1
 KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
-MEETS = {
-    "an epoch's end": "no epoch ended",
-    "an uneven last batch": "no epoch had a last batch of fewer samples",
-    "an evaluation": "the model was not evaluated",
-    "a save": "nothing was saved by save_weights or shardwise.save",
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,7 @@ def verify_script(
     plan        in the place of the one that the script gives to `prepare`
     steps       optimizer steps of each model; None: until the script ends. Unless None, epochs are shortened
     epochs      epochs over the prepared loader, in the place of steps
-    against     another script, as it was before `prepare` was put in, which is the one process
+    against     another script, as it was before `prepare` was put in, to which it is compared in one process first
     nproc       ranks of a script that sets up its own (DDP, FSDP, Accelerate, ...), and never calls `prepare`
     one         arguments of the one process then, where they are others
     cwd         where the script runs, for real; None: in a scratch folder that looks like the present one
@@ -164,7 +156,7 @@ def verify_script(
     if not many.steps and not first.steps:
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign)
-    if _may_be_rounding(parity):
+    if not parity.equal and parity.float64 and max(errors_of(parity).values()) < MOST_ROUNDING:
         say("verify: they differ by little; one process with weights moved by one epsilon")
         moved = (runs.alone(replace(reference, nudge=seed)) for seed in range(1, NUDGES + 1))
         steps = len(first.steps)
@@ -173,17 +165,16 @@ def verify_script(
         _refuse_not_finite(first)
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
-        sides = Difference(first, records, parity, chosen or Plan(dp_replicate=world), _against(first, again))
-        parity.cause = _cause(runs, asked, sides)
+        layout = chosen or Plan(dp_replicate=world)
+        parity.cause = cause_of(
+            Difference(
+                first, records, parity, layout, _against(first, again), apart=_apart(runs, asked, layout),
+                cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
+            )
+        )  # fmt: skip
     if chosen is not None:
         receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
     return parity
-
-
-def _cause(runs: _Runs, asked: ScriptJob, sides: Difference) -> Cause | None:
-    """Returns the likely cause of a difference, None where nothing fits. The ranks run again where that tells more."""
-    apart, cures = _apart(runs, asked, sides.plan), _cures(runs, asked, sides.plan, sides.single)
-    return cause_of(replace(sides, apart=apart, cures=cures, foreign=asked.foreign))
 
 
 def _refuse_not_finite(first: ScriptRecord) -> None:
@@ -200,11 +191,6 @@ def _against(first: ScriptRecord, other: ScriptRecord) -> Parity:
     return parity
 
 
-def _may_be_rounding(parity: Parity) -> bool:
-    """Whether tensors differ by no more than rounding may grow to in a few steps."""
-    return not parity.equal and parity.float64 and max(errors_of(parity).values()) < MOST_ROUNDING
-
-
 def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before: str, failed: str) -> Parity:
     """Returns how the changed script's one process (`own`) compares with that of the script as it was, both as torch's
     hooks see them."""
@@ -213,9 +199,7 @@ def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before
     job = replace(reference, path=str(Path(before).resolve()), plan=None, hooks="alone", total=total, limit=None)
     was = runs.alone(job)
     if not was.steps:
-        raise InputError(
-            f"verify: {before} steps no optimizer, so there is nothing to compare with: leave --against out"
-        )
+        raise InputError(f"verify: {before} steps no optimizer, and there is nothing to compare: leave --against out")
     parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
     if not reference.exact:
         _set_bars(runs, job, was, [now], parity, failed)
@@ -252,90 +236,6 @@ def _on_ranks(
             "--nproc sets up its ranks from RANK and WORLD_SIZE (torch.distributed.init_process_group)"
         )
     return records
-
-
-def judge(parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool,
-          ) -> None:  # fmt: skip
-    """Compare both sides into `parity`."""
-    steps = min(len(single.steps), len(many.steps))
-    if len(single.steps) != len(many.steps):
-        parity.differences.append(f"it took {len(many.steps)} optimizer steps, one process {len(single.steps)}")
-    if not steps:
-        parity.loss_error = 0.0
-        return
-    for name in sorted(single.shapes.keys() & many.shapes.keys()):
-        if single.shapes[name] != many.shapes[name]:
-            parity.differences.append(
-                f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {single.shapes[name]}"
-            )
-    mine, theirs = record_of(single, [single], steps), record_of(many, ranks, steps, foreign=foreign)
-    if foreign and not any(theirs.states) and any(mine.states):
-        theirs.states_known = False
-        parity.notes.append("scope: the optimizer keeps its state to itself on ranks, and it is not compared")
-    compare(parity, mine, theirs)
-    zero_gradients(parity, mine, theirs)
-    set_noise_apart(parity)
-    if parity.exceeded:
-        parity.first = first_difference(parity)
-    for step in range(steps):
-        if single.steps[step].settings != many.steps[step].settings:
-            parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
-            break
-    if len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
-        _compare_saved(parity, single, many)
-        _compare_beside(parity, single, ranks)
-    unmet = [words for what, words in MEETS.items() if what not in single.met]
-    if unmet and not foreign:
-        parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
-    if {"an evaluation", BESIDE} <= single.met and SUMMED not in single.met:
-        parity.notes.append(
-            "scope: the script evaluates on a loader of prepared.split and adds nothing up over ranks: what it prints "
-            "and decides by is of a rank's own samples (prepared.sum, prepared.gather)"
-        )
-    parity.notes = list(dict.fromkeys(parity.notes))
-    if single.raised_eps or many.raised_eps:
-        parity.notes.append(f"an optimizer's eps below {LEAST_EPS:g} is {LEAST_EPS:g} on both sides")
-
-
-def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
-    """What `state_dict()` and `save_weights` give at the end."""
-    for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
-        label = f"model {number + 1}: " if len(one.final) > 1 else ""
-        if mine and theirs and mine.keys() != theirs.keys():
-            odd = sorted(mine.keys() ^ theirs.keys())
-            parity.differences.append(f"{label}state_dict() has other names than in one process: {', '.join(odd[:3])}")
-        for name in mine.keys() & theirs.keys():
-            if error := _beyond(parity, theirs[name], mine[name]):
-                parity.differences.append(f"{label}state_dict()['{name}'] differs by {error} at the end")
-                return
-
-
-def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
-    """By how much a tensor differs from one process's, relative, where that exceeds the bar; else ""."""
-    if a is None or b is None or a.shape != b.shape or not a.numel():
-        return ""
-    error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
-    return "" if error <= (1e-9 if parity.float64 else MOST_BAR) else f"{error:.1e}"
-
-
-def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
-    """Modules that the script names beside its models (a teacher, an average of weights), on every rank."""
-    for rank, record in enumerate(ranks):
-        for name in one.beside.keys() & record.beside.keys():
-            if error := _beyond(parity, record.beside[name], one.beside[name]):
-                parity.differences.append(f"'{name}', beside the models, differs by {error} on rank {rank}")
-                return
-
-
-def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
-    for place, (mine, theirs) in enumerate(zip(single, many, strict=False)):
-        for key in mine.keys() | theirs.keys():
-            if mine.get(key) != theirs.get(key):
-                return (
-                    f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)} on ranks, "
-                    f"{mine.get(key)} in one process"
-                )
-    return f"step {step}: the optimizer has {len(many)} groups on ranks, {len(single)} in one process"
 
 
 def _asked(
