@@ -358,7 +358,7 @@ def test_what_is_wrapped_already_is_refused_by_name(pool: RankPool) -> None:
         "fully_shard": "is sharded already, by FSDP, fully_shard or DTensor",
         "DistributedDataParallel": r"wrapped in DistributedDataParallel.*\(\.module\)",
         "DataParallel": "wrapped in DataParallel",
-        "optimizer": r"Around around AdamW \(its 'optimizer'\)",
+        "optimizer": r"Around around AdamW: give prepare the inner one \(optimizer.optimizer\)",
     }.items():
         with pytest.raises(InputError, match=words):
             pool.run(wrapped, 2, how)

@@ -93,8 +93,8 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             raise InputError(
-                f"prepare: the optimizer is {type(optimizer).__name__} around {type(value).__name__} (its '{name}') "
-                "and steps when a library of its own says so: leave the wrapper out and give prepare the inner one"
+                f"prepare: the optimizer is {type(optimizer).__name__} around {type(value).__name__}: give prepare the "
+                f"inner one (optimizer.{name}), and call what the outer one does (SAM) in prepared.whole(grads=True)"
             )
 
 

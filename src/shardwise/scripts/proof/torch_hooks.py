@@ -1,12 +1,12 @@
 """`TorchHooks`: record a script that never calls `prepare`, by torch's own hooks on optimizers, modules and backward.
 
-    names       those that the outermost module gives which was called and holds the parameter, without wrappers' parts;
-                with that module's number where another one gives them too
+    names       places in the optimizer; of a script that sets up its ranks those that the outermost module gives which
+                was called, without wrappers' parts, and with its number where another one gives them too
     losses      the roots of `loss.backward()`
     gradients   as `optimizer.step()` finds them, of a closure those of its last call; of DTensors and of FSDP1's flat
                 parameters the whole tensors
 
-What this does not do: know a parameter's name whose module was never called.
+What this does not do: know a name in a module that was never called.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class TorchHooks:
         self._asked: list[dict[int, torch.Tensor]] = []  # by backward since its step: of a parameter's id, a sketch
         self._seen: list[Any] = []  # held, so that ids stay theirs
         self._inside = 0
+        self._closure: Any = None  # of the step under way
         self._stack = ExitStack()
 
     def __enter__(self) -> TorchHooks:
@@ -111,6 +112,7 @@ class TorchHooks:
         self._inside += 1
         if self._inside > 1:  # an optimizer within another one
             return
+        self._closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # behind the optimizer
         if raise_eps(optimizer):
             self._recorder.record.raised_eps = True
         with self._readable(grads=True):
@@ -120,7 +122,7 @@ class TorchHooks:
                 whole = [(name, _whole(param)) for name, param in named]
                 trained = {name for name, param in named if param.requires_grad}
                 self._numbers[id(optimizer)] = self._recorder.add(optimizer, whole, trained)
-            if not _has_closure(args, kwargs):
+            if self._closure is None:
                 self._finds(optimizer, named)
 
     def _finds(self, optimizer: Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -140,7 +142,7 @@ class TorchHooks:
         self._inside -= 1
         if self._inside:
             return
-        if _has_closure(args, kwargs):
+        if self._closure is not None:
             with self._readable(grads=True):
                 self._finds(optimizer, self._named(optimizer))
         buffers = self._of_roots(optimizer, "buffers")
@@ -161,7 +163,7 @@ class TorchHooks:
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
-        named = self._of_roots(optimizer, "parameters")
+        named = self._of_roots(optimizer, "parameters") if self._recorder.job.foreign else []
         there = {id(param) for _, param in named}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         beside = [(f"parameter {place}", param) for place, param in enumerate(params) if id(param) not in there]
@@ -199,11 +201,6 @@ class TorchHooks:
                         "does, and trains alike"
                     ) from None
             yield
-
-
-def _has_closure(args: tuple, kwargs: dict) -> bool:
-    """Whether an optimizer's step, whose first argument is the optimizer, is given a closure."""
-    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
 def _whole(value: Any) -> Any:

@@ -124,7 +124,7 @@ def verify_script(
         if not changed.equal:
             return changed
         parity.notes.append(f"in one process the script equals {against}, as that stands")
-        asked, reference = (replace(job, hooks="alone" if job.foreign else "none") for job in (asked, reference))
+        asked, reference = (job if job.foreign else replace(job, hooks="none") for job in (asked, reference))
     if chosen is not None:
         asked = replace(asked, plan=str(chosen), shorten=asked.shorten and KEPT * chosen.accumulate)
         reference = replace(reference, shorten=asked.shorten)
@@ -203,9 +203,11 @@ def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before
     parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
     if not reference.exact:
         _set_bars(runs, job, was, [now], parity, failed)
-    if any("weight" in step.forms for step in own.steps):  # sums, which the other script has divided
-        for mine, theirs in zip(was.steps, now.steps, strict=False):
-            mine.losses = theirs.losses
+    weights = any("weight" in step.forms for step in own.steps)  # losses are sums, which the other script has divided
+    for mine, theirs in zip(was.steps, now.steps, strict=False):
+        mine.losses = theirs.losses if weights else mine.losses
+        same = mine.buffers.keys() & theirs.buffers.keys()  # either script may call other modules by themselves
+        mine.buffers, theirs.buffers = ({name: step.buffers[name] for name in same} for step in (mine, theirs))
     judge(parity, was, now, [now], foreign=False)
     if not parity.equal:
         _refuse_not_finite(was)
