@@ -115,10 +115,16 @@ def test_the_script_as_it_was_is_followed(kind: str, pool: RankPool, tmp_path: P
         plain = plain.replace("\nmodel = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))", OF_PARTS)
     assert plain != PLAIN
     changed = plain.replace("\nfor epoch", PREPARE).replace("loss.backward()", "loss = prepared.backward(loss)")
+    plain = plain.replace("self.two(self.one(x))", "self.two.forward(self.one.forward(x))")  # other modules are called
     (tmp_path / "plain.py").write_text(plain.replace("model.state_dict()", "model"))  # which is pickled, hooks and all
     parity = prove(pool, tmp_path, changed, against=tmp_path / "plain.py")
     assert parity.parity, parity.text()
     assert any("RANK" in note and "no device" in note for note in parity.notes) == ("RANK" in kind)
+
+
+def test_gradients_of_a_closure_are_those_of_its_last_call(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, PLAIN.replace(*ASKED["a closure"]), nproc=2, steps=1)
+    assert parity.equal and len(parity.gradient_error) == 4 and parity.norm_error is not None
 
 
 def test_models_are_prepared_in_any_order(pool: RankPool, tmp_path: Path) -> None:
