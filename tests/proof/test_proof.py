@@ -19,7 +19,7 @@ from shardwise.proof.compare_records import compare, tensor_error
 from shardwise.proof.oracle import run_oracle
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.record import Record
-from shardwise.proof.rounding import explain_by_rounding
+from shardwise.proof.rounding import explain_by_rounding, nudged_runs
 from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
 from shardwise.trace.double import KeepDouble
@@ -298,7 +298,7 @@ def test_a_choice_among_equals_is_not_proven() -> None:
     record, other = (run_oracle(equals(late), settings) for late in (False, True))
     parity = Parity("dp_replicate=2", 2, bars=dict(FLOAT64_BARS))
     compare(parity, record, other)
-    explain_by_rounding(parity, equals(False), settings, record)
+    explain_by_rounding(parity, record, nudged_runs(equals(False), settings, inside=True))
     assert "does not agree with itself" in parity.unproven[0], parity.text()
 
 

@@ -82,6 +82,15 @@ def test_the_script_as_it_was_is_the_one_process(pool: RankPool, tmp_path: Path)
     assert parity.verdict == "NOT EQUAL to one process"
 
 
+def test_what_rounding_explains_is_not_proven(pool: RankPool, tmp_path: Path) -> None:
+    """A map that doubles the last bit with each turn, as quasi-Newton steps do."""
+    turns = "z = torch.sigmoid(model(x))\n        for _ in range({}): z = 4 * z * (1 - z)\n        loss = z.mean()"
+    text = PREPARED.replace("loss = nn.functional.mse_loss(model(x), y)", turns)
+    assert prove(pool, tmp_path, text.format(2)).parity
+    parity = prove(pool, tmp_path, text.format(26))
+    assert parity.verdict == "NOT PROVEN" and "one process does not agree with itself" in parity.text()
+
+
 def test_a_change_beside_prepare_is_told(pool: RankPool, tmp_path: Path) -> None:
     """The loss is doubled, which clipping hides in the gradients of the first step."""
     clip = "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n        optimizer.step()"
@@ -339,6 +348,24 @@ def test_modules_beside_the_script_are_made_anew(pool: RankPool, tmp_path: Path)
 def test_ranks_that_were_never_set_up_prove_nothing(pool: RankPool, tmp_path: Path) -> None:
     parity = prove(pool, tmp_path, PLAIN, nproc=2)
     assert parity.equal and not parity.parity and "each may have trained by itself" in parity.text()
+
+
+def test_modules_with_names_in_common_are_each_compared(pool: RankPool, tmp_path: Path) -> None:
+    text = PLAIN.replace("model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))",
+                         "one, two = nn.Linear(5, 4), nn.Linear(4, 1)")  # fmt: skip
+    text = text.replace("model.parameters()", "[*one.parameters(), *two.parameters()]").replace(
+        "model(x)", "two(one(x))"
+    )
+    parity = prove(pool, tmp_path, text.replace("model.state", "one.state"), nproc=2)
+    assert set(parity.gradient_error) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_weights_of_other_ranks_that_differ_at_the_start_are_named(pool: RankPool, tmp_path: Path) -> None:
+    wrapped = "torch.distributed.init_process_group('gloo')\nmodel = nn.parallel.DistributedDataParallel(model)\nwith "
+    wrapped += "torch.no_grad(): model.module[2].bias.add_(torch.distributed.get_rank())\noptimizer ="
+    parity = prove(pool, tmp_path, PLAIN.replace("optimizer =", wrapped, 1), nproc=2)
+    assert parity.cause is not None and parity.cause.name == "weights_at_start", parity.text()
+    assert "'2.bias' of rank 1" in parity.cause.text
 
 
 def test_a_scratch_folder_may_lie_in_what_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

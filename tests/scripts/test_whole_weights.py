@@ -1,9 +1,10 @@
-"""`prepared.whole()` opens and closes over parameters of every dtype."""
+"""`prepared.whole()` opens and closes over parameters of every dtype, and around what an optimizer's wrapper does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from small_scripts import back, batches, begin, check_equal, mse, net, weights_of, whole
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,3 +64,50 @@ def decay(model: nn.Module) -> None:
 def test_parameters_of_integers_are_whole_too(plan: str, pool: RankPool) -> None:
     for found in pool.run(trained, 3 if "3" in plan else 2, plan):
         assert found == pytest.approx(trained(None), rel=1e-12, abs=1e-14)
+
+
+class Climbing(torch.optim.Optimizer):
+    """Steps of another optimizer by gradients from higher up the slope, to which it climbs and from which it returns,
+    as sharpness-aware minimisation has it."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, {"rho": 0.1})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        params = self.param_groups[0]["params"]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            self.state[param]["before"] = param.data.clone()
+            param.add_(param.grad * (0.1 / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data = self.state[param]["before"]
+        self.inner.step()
+        self.zero_grad()
+
+
+def climbed(plan: str | None) -> tuple:
+    model = net()
+    optimizer = Climbing(model.parameters())
+    prepared, model, _, loader = begin(plan, model, batches(15), optimizer.inner)
+    losses = []
+    for x, y in loader:
+        losses.append(back(prepared, mse(model, x, y)))
+        with whole(prepared, grads=True):
+            optimizer.climb()
+        losses.append(back(prepared, mse(model, x, y)))
+        with whole(prepared, grads=True):
+            optimizer.step()
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", *(pytest.param(p, marks=pytest.mark.long) for p in (
+    "dp_replicate=2", "dp_shard=2,zero=1", "tp=2"))])  # fmt: skip
+def test_a_wrapper_does_its_part_on_whole_weights(plan: str, pool: RankPool) -> None:
+    check_equal(pool, climbed, plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.trace.outside_reads import ArgumentWrites
+from shardwise.trace.outside_reads import ArgumentWrites, set_training
 
 
 def test_memory_that_an_argument_had_is_no_other_tensors() -> None:
@@ -20,3 +20,15 @@ def test_memory_that_an_argument_had_is_no_other_tensors() -> None:
     writes.enter(block, "another", (kept,), {})
     writes.note(torch.ops.aten.add_.Tensor, (kept, 1), {})
     assert writes.paths == {"another"}
+
+
+class Looping(nn.Linear):
+    """A module whose `train` is a loop of its own."""
+
+    def train(self, batches: list) -> None:  # type: ignore[override]
+        raise AssertionError("nobody asked for training on batches")
+
+
+def test_a_train_that_is_something_else_is_not_called() -> None:
+    module = Looping(2, 2)
+    assert set_training(module, True) is module and module.training

@@ -162,12 +162,12 @@ def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -
     """Compare both records into `parity`; what exceeds a bar by rounding alone is set apart."""
     from shardwise.proof.compare_records import compare
     from shardwise.proof.narrow import set_noise_apart
-    from shardwise.proof.rounding import explain_by_rounding
+    from shardwise.proof.rounding import explain_by_rounding, nudged_runs
 
     compare(parity, single, ranks)
     set_noise_apart(parity)  # noise is measured in float32 alone
     if not parity.equal and parity.float64 and parity.exceeded:
-        explain_by_rounding(parity, task, settings, single)
+        explain_by_rounding(parity, single, nudged_runs(task, settings, inside=True))
 
 
 def _locate(parity: Parity, single: Any, ranks: Any, asked: tuple[Any, Plan, Any], pool: Any, timeout_s: float) -> None:

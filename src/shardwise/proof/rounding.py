@@ -50,11 +50,13 @@ def errors_of(parity: Parity) -> Noise:
     return errors | {("loss", ""): parity.loss_error or 0.0, ("norm", ""): parity.norm_error or 0.0}
 
 
-def explain_by_rounding(parity: Parity, task: Task, settings: Settings, record: Record) -> None:
+def explain_by_rounding(parity: Parity, record: Record, runs: Iterable[Record]) -> None:
     """Make the proof NOT PROVEN where one process differs from itself as much as the plan differs from it.
 
     Called where a float64 proof found errors beyond their bars. Compared kind by kind: which tensor a choice among
     equals reaches is chance.
+
+    record, runs    of one process, and of it with weights (and inputs) moved by one epsilon
     """
     if parity.differences:  # a tensor that exists on one side alone is no rounding
         return
@@ -62,7 +64,7 @@ def explain_by_rounding(parity: Parity, task: Task, settings: Settings, record: 
     beyond = {which for which, error in errors.items() if error > parity.bar(*which)}
     worst = {kind: max(errors[which] for which in beyond if which[0] == kind) for kind, _ in beyond}
     noise: Noise = {}
-    for number, other in enumerate(nudged_runs(task, settings, inside=True)):
+    for number, other in enumerate(runs):
         add_noise(noise, record, other)
         own = {kind: max(error for which, error in noise.items() if which[0] == kind) for kind in worst}
         if number and any(own[kind] < HOPELESS * error for kind, error in worst.items()):

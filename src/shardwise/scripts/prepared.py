@@ -392,7 +392,7 @@ class Prepared(Stepping):
         self._copied_from = engine if others else None
         hold(self, whole=not others)
         self._asking = Asking(self._gate, self.calls, buckets_of(engine))
-        self._first, self._settles = FirstSteps(engine, proves=self.side is not None), in_pieces
+        self._first, self._settles = FirstSteps(engine), in_pieces
         if self.calls.leader is self.calls and self.side is None and (profile := asked_profile(engine)) is not None:
             self._profile, self.loader.reading = profile, profile.reading
 

@@ -77,11 +77,6 @@ def _popped() -> list[TorchFunctionMode]:
     return stack
 
 
-def _restack(modes: Any) -> None:
-    for mode in modes:
-        _push_mode(mode)
-
-
 @lru_cache(4096)
 def may_draw(function: Callable[..., Any]) -> bool:
     """Returns whether a function of torch may draw random numbers.
@@ -200,7 +195,8 @@ class SampleDraws(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.part is None or self._follows or not may_draw(func) or _is_switched_off(kwargs):
+        off = kwargs.get("training") is False or any(kwargs.get(name) == 0 for name in _INERT)
+        if self.part is None or self._follows or not may_draw(func) or off:
             return func(*args, **kwargs)
         self._follows = True
         try:
@@ -396,11 +392,6 @@ def _is_off(func: Any, given: dict) -> bool:
     """Whether a random op draws nothing: its dropout is 0."""
     off = [given.get(one.name, one.default_value) for one in func._schema.arguments if one.name in _INERT]
     return bool(off) and all(isinstance(value, int | float) and value == 0 for value in off)
-
-
-def _is_switched_off(kwargs: dict) -> bool:
-    """Whether a call says by name that it drops nothing."""
-    return kwargs.get("training") is False or any(kwargs.get(name) == 0 for name in _INERT)
 
 
 def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:

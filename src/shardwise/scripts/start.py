@@ -84,7 +84,7 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
                 f"prepare: {where} is wrapped in {kind}, which deals batches or sums gradients over ranks by itself: "
                 f"leave {kind} out and give prepare the module in it (.module), which the plan then spreads"
             )
-        sharded = any(isinstance(param, DTensor) for param in child.parameters(recurse=False))
+        sharded = any(isinstance(param, DTensor) for param in child._parameters.values())
         if sharded or any(home.startswith("torch.distributed.fsdp") for home in homes):
             raise InputError(
                 f"prepare: {where} ({kind}) is sharded already, by FSDP, fully_shard or DTensor, so its parameters are "
@@ -93,8 +93,8 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             raise InputError(
-                f"prepare: the optimizer is {type(optimizer).__name__} around {type(value).__name__} (its '{name}') "
-                "and steps when a library of its own says so: leave the wrapper out and give prepare the inner one"
+                f"prepare: the optimizer is {type(optimizer).__name__} around {type(value).__name__}: give prepare the "
+                f"inner one (optimizer.{name}), and call what the outer one does (SAM) in prepared.whole(grads=True)"
             )
 
 

@@ -129,7 +129,7 @@ class Stepping(OverRanks):
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
         for script in together:
             if script.side is not None:
-                script.side.loss(told, form)
+                script.side.recorder.loss(script.side.number, float(told), form)
         return told
 
     def _part_of(self, loader: PartLoader | None) -> Share | None:

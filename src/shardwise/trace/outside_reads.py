@@ -20,8 +20,11 @@ from shardwise.trace.tape import storage_key, tensors_in
 def set_training(module: nn.Module, training: bool) -> nn.Module:
     """Returns the module, put into train or eval mode. Collective under zero=3.
 
-    A `train` of a module's own may read weights (a table made for eval mode), of which a rank holds a shard.
+    A `train` of a module's own may read weights (a table made for eval mode), of which a rank holds a shard; where all
+    are in that mode it is not called, since it may be something else (a loop over batches).
     """
+    if all(child.training == training for child in module.modules()):
+        return module
     with OutsideReads(module, root=True):
         return module.train(training)
 

@@ -22,7 +22,7 @@ import torch
 from shardwise.layout import Plan
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Tensors
-from shardwise.scripts.proof.recorder import ScriptRecord, StepRecord
+from shardwise.scripts.proof.recorder import ScriptRecord
 
 NEAR = 1e-6
 SCOPES = {
@@ -117,8 +117,6 @@ OF_OTHERS = {
     "beside it. Join batch norms (SyncBatchNorm), and the parts of a ratio or a contrast over ranks",
 }
 
-OF_THE_CHANGE = ("not_deterministic", "gradients_kept")  # what a changed script may be told in its place
-
 
 @dataclass(frozen=True)
 class Cause:
@@ -156,8 +154,6 @@ class Difference:
     """What was recorded, and what differs.
 
     control     one process against itself
-    before      the script as it was, where that is the one process
-    changed     one process of the changed script against it
     apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
     cures       runs the ranks with a loss_scope, and tells whether that is equal to one process
     """
@@ -169,18 +165,29 @@ class Difference:
     control: Parity
     apart: Callable[[], list[ScriptRecord] | None] = field(default=lambda: None)
     cures: Callable[[str], bool] = field(default=lambda scope: False)
-    before: str = ""
-    changed: Parity | None = None
     foreign: bool = False  # the script sets up its ranks by itself
 
 
 def cause_of(sides: Difference) -> Cause | None:
     """Returns the likely cause, None where nothing fits."""
     likely = _of_records(sides)
-    likely = likely and replace(likely, foreign=sides.foreign)
-    if sides.changed is None or sides.changed.equal or (likely is not None and likely.name in OF_THE_CHANGE):
-        return likely
-    return replace(_cause("changed", sides.before, _first_of(sides.changed)), foreign=sides.foreign)
+    return likely and replace(likely, foreign=sides.foreign)
+
+
+def cause_of_change(sides: Difference, before: str) -> Cause:
+    """Returns why one process of a changed script is not that of the script `before` it was changed."""
+    if not sides.control.equal:
+        return _cause("not_deterministic", _first_of(sides.control))
+    step, (now,) = first_step(sides), sides.ranks
+    kept = [each.gradients for each in now.steps[:step] if each.model == sides.single.steps[step].model]
+    if kept and step < len(now.steps):
+        asked = sides.single.steps[step].gradients
+        shares, rest = _fit(
+            [_vector(asked, asked), _vector(kept[-1], asked)], _vector(now.steps[step].gradients, asked)
+        )
+        if rest < NEAR and all(abs(share - 1) < NEAR for share in shares):
+            return _cause("gradients_kept", step)
+    return replace(_cause("changed", before, _first_of(sides.parity)), foreign=sides.foreign)
 
 
 def _of_records(sides: Difference) -> Cause | None:
@@ -192,6 +199,10 @@ def _of_records(sides: Difference) -> Cause | None:
         "initial value" in each for each in parity.differences
     ):
         return _cause("weights_at_start", _first_of(parity))
+    for number, rank in enumerate(sides.ranks):
+        for mine, theirs in zip(rank.initial, many.initial, strict=False):
+            if names := _unlike(mine, theirs):
+                return _cause("weights_at_start", f"'{names[0]}' of rank {number} and of rank 0")
     if not single.steps or not many.steps:
         return _cause("own_backward") if not many.steps else None
     step = first_step(sides)
@@ -247,11 +258,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
         scaled = factor is not None and abs(factor - 1) > NEAR
         return _by_factor(factor, kinds, form, sides) if scaled else _not_a_sum(sides, step, rest)
     if missing > NEAR:
-        before = [each.gradients for each in sides.ranks[0].steps[:step] if each.model == many.model]
-        kept = [_vector(gradients, single.gradients) for gradients in before[-1:]]
-        there, missing = _fit([*locals_, *kept], found_there)
-        clean = kept and missing < NEAR and abs(there[-1] - 1) < NEAR
-        return _cause("gradients_kept", step) if clean else _cause("gradient_written")
+        return _cause("gradient_written")
     lost = [rank for (rank, _), a, b in zip(asked, there, shares, strict=True) if abs(a) < NEAR < abs(b)]
     if lost:
         return _cause("share_missing", lost[0])
@@ -324,8 +331,6 @@ def _tried(cures: Callable[[str], bool]) -> str:
 
 def _other_samples(sides: Difference) -> int | None:
     """The first step whose batches have another sum of numbers on all ranks than in one process, None without one."""
-    if sides.changed is not None and not sides.foreign:
-        return None  # batches are known of one side, and of the other what models are called with
     copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
     for number, mine in enumerate(sides.single.steps):
         theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
@@ -390,13 +395,17 @@ def _parts(backwards: list[Tensors], one_by_one: bool) -> list[Tensors]:
     return heard if one_by_one or not heard else [_sum(heard)]
 
 
+def _unlike(mine: Tensors, theirs: Tensors) -> list[str]:
+    """Returns the names of tensors that both have, and not alike."""
+    pairs = ((name, tensor, theirs.get(name)) for name, tensor in mine.items())
+    return [name for name, a, b in pairs if a is not None and b is not None and not torch.equal(a, b)]
+
+
 def _apart(first: ScriptRecord, other: ScriptRecord, step: int) -> bool:
     """Whether a rank's weights differ from rank 0's after a step."""
     if step >= len(first.steps) or step >= len(other.steps):
         return True
-    mine: StepRecord = first.steps[step]
-    pairs = [(mine.parameters.get(name), tensor) for name, tensor in other.steps[step].parameters.items()]
-    return any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+    return bool(_unlike(other.steps[step].parameters, first.steps[step].parameters))
 
 
 # --- words

@@ -1,4 +1,4 @@
-"""Records of scripts as the `Record` that a proof compares; what is zero but for rounding is set apart."""
+"""Compare records of scripts, as the `Record` of a proof; what is zero but for rounding is set apart."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import math
 
 import torch
 
+from shardwise.proof.compare_records import compare
+from shardwise.proof.narrow import MOST_BAR, set_noise_apart
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Deviation, Record, Tensors
-from shardwise.scripts.proof.recorder import ScriptRecord, StepRecord
+from shardwise.proof.settings import LEAST_EPS
+from shardwise.scripts.proof.cause import first_difference
+from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecord
 
 ROUNDING = 1e-11  # of the model's largest gradient: below it a gradient is what rounding leaves of a zero
+MEETS = {
+    "an epoch's end": "no epoch ended",
+    "an uneven last batch": "no epoch had a last batch of fewer samples",
+    "an evaluation": "the model was not evaluated",
+    "a save": "nothing was saved by save_weights or shardwise.save",
+}
 
 
 def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
@@ -33,17 +43,19 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
     record.trained = {_named(number, name, several) for number, names in enumerate(script.trained) for name in names}
     buffers: Tensors = {}
     buffers_too = {_named(step.model, name, several) for step in script.steps for name in step.buffers}
-    initial = _all(script.initial, several)
+    initial = {
+        name: t for n, tensors in enumerate(script.initial) for name, t in _labelled(n, tensors, several).items()
+    }
     record.initial = parameters = {name: tensor for name, tensor in initial.items() if name not in buffers_too}
     states: Tensors = {}
     rates = [0.0]
     for step in script.steps[:steps]:
         record.losses.append(sum(step.losses))
         record.norms.append(math.sqrt(step.squares))
-        record.gradients.append(_prefixed(step, step.gradients, several))
-        parameters = parameters | _prefixed(step, step.parameters, several)
-        buffers = buffers | _prefixed(step, step.buffers, several)
-        states = states | _states(step, several)
+        record.gradients.append(_labelled(step.model, step.gradients, several))
+        parameters = parameters | _labelled(step.model, step.parameters, several)
+        buffers = buffers | _labelled(step.model, step.buffers, several)
+        states = states | _labelled(step.model, step.states, several)
         record.parameters.append(parameters)
         record.buffers.append(buffers)
         record.states.append(states)
@@ -66,32 +78,19 @@ def _deviations(
                 here = getattr(mine, kind).get(name)
                 same = here is tensor or (here is not None and tensor is not None and torch.equal(here, tensor))
                 if not same:
-                    label = _of(mine, name, several) if kind == "states" else _named(mine.model, name, several)
                     what = "optimizer" if kind == "states" else kind.removesuffix("s")
-                    record.append(Deviation(rank, number, what, label, tensor))
+                    record.append(Deviation(rank, number, what, _named(mine.model, name, several), tensor))
     return record
 
 
-def _all(tensors: list[Tensors], several: bool) -> Tensors:
-    return {_named(number, name, several): t for number, named in enumerate(tensors) for name, t in named.items()}
-
-
 def _named(model: int, name: str, several: bool) -> str:
-    return f"model {model + 1}: {name}" if several else name
+    """Returns a name with its model's number: "exp_avg of model 2: weight"."""
+    key, of, param = name.rpartition(" of ")
+    return f"{key}{of}model {model + 1}: {param}" if several else name
 
 
-def _prefixed(step: StepRecord, tensors: Tensors, several: bool) -> Tensors:
-    return {_named(step.model, name, several): tensor for name, tensor in tensors.items()}
-
-
-def _states(step: StepRecord, several: bool) -> Tensors:
-    return {_of(step, name, several): tensor for name, tensor in step.states.items()}
-
-
-def _of(step: StepRecord, name: str, several: bool) -> str:
-    """ "exp_avg of weight", with the model's number before the parameter's name."""
-    key, _, param = name.partition(" of ")
-    return f"{key} of {_named(step.model, param, several)}"
+def _labelled(model: int, tensors: Tensors, several: bool) -> Tensors:
+    return {_named(model, name, several): tensor for name, tensor in tensors.items()}
 
 
 def zero_gradients(parity: Parity, one: Record, many: Record) -> None:
@@ -124,3 +123,88 @@ def _is_rounding(record: Record, name: str) -> bool:
         if float(gradient.abs().max()) > ROUNDING * largest:
             return False
     return seen
+
+
+def judge(
+    parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool
+) -> None:
+    """Compare both sides into `parity`."""
+    steps = min(len(single.steps), len(many.steps))
+    if len(single.steps) != len(many.steps):
+        parity.differences.append(f"it took {len(many.steps)} optimizer steps, one process {len(single.steps)}")
+    if not steps:
+        parity.loss_error = 0.0
+        return
+    for name in sorted(single.shapes.keys() & many.shapes.keys()):
+        if single.shapes[name] != many.shapes[name]:
+            parity.differences.append(
+                f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {single.shapes[name]}"
+            )
+    mine, theirs = record_of(single, [single], steps), record_of(many, ranks, steps, foreign=foreign)
+    if foreign and not any(theirs.states) and any(mine.states):
+        theirs.states_known = False
+        parity.notes.append("scope: the optimizer keeps its state to itself on ranks, and it is not compared")
+    compare(parity, mine, theirs)
+    zero_gradients(parity, mine, theirs)
+    set_noise_apart(parity)
+    if parity.exceeded:
+        parity.first = first_difference(parity)
+    for step in range(steps):
+        if single.steps[step].settings != many.steps[step].settings:
+            parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
+            break
+    if len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
+        _compare_saved(parity, single, many)
+        _compare_beside(parity, single, ranks)
+    unmet = [words for what, words in MEETS.items() if what not in single.met]
+    if unmet and not foreign:
+        parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
+    if {"an evaluation", BESIDE} <= single.met and SUMMED not in single.met:
+        parity.notes.append(
+            "scope: the script evaluates on a loader of prepared.split and adds nothing up over ranks: what it prints "
+            "and decides by is of a rank's own samples (prepared.sum, prepared.gather)"
+        )
+    parity.notes = list(dict.fromkeys(parity.notes))
+    if single.raised_eps or many.raised_eps:
+        parity.notes.append(f"an optimizer's eps below {LEAST_EPS:g} is {LEAST_EPS:g} on both sides")
+
+
+def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
+    """What `state_dict()` and `save_weights` give at the end."""
+    for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
+        label = f"model {number + 1}: " if len(one.final) > 1 else ""
+        if mine and theirs and mine.keys() != theirs.keys():
+            odd = sorted(mine.keys() ^ theirs.keys())
+            parity.differences.append(f"{label}state_dict() has other names than in one process: {', '.join(odd[:3])}")
+        for name in mine.keys() & theirs.keys():
+            if error := _beyond(parity, theirs[name], mine[name]):
+                parity.differences.append(f"{label}state_dict()['{name}'] differs by {error} at the end")
+                return
+
+
+def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    """By how much a tensor differs from one process's, relative, where that exceeds the bar; else ""."""
+    if a is None or b is None or a.shape != b.shape or not a.numel():
+        return ""
+    error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
+    return "" if error <= (1e-9 if parity.float64 else MOST_BAR) else f"{error:.1e}"
+
+
+def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
+    """Modules that the script names beside its models (a teacher, an average of weights), on every rank."""
+    for rank, record in enumerate(ranks):
+        for name in one.beside.keys() & record.beside.keys():
+            if error := _beyond(parity, record.beside[name], one.beside[name]):
+                parity.differences.append(f"'{name}', beside the models, differs by {error} on rank {rank}")
+                return
+
+
+def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
+    for place, (mine, theirs) in enumerate(zip(single, many, strict=False)):
+        for key in mine.keys() | theirs.keys():
+            if mine.get(key) != theirs.get(key):
+                return (
+                    f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)} on ranks, "
+                    f"{mine.get(key)} in one process"
+                )
+    return f"step {step}: the optimizer has {len(many)} groups on ranks, {len(single)} in one process"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import ShardwiseError
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.over_ranks import OverRanks
 from shardwise.scripts.proof.recorder import ScriptRecorder, shortened, sketch
@@ -35,10 +35,6 @@ class RankSide:
         gradients = {name: None if g is None else sketch(g) for (name, _), g in zip(named, found, strict=True)}
         self.recorder.local_gradients(self.number, gradients)
 
-    def loss(self, value: torch.Tensor, form: str) -> None:
-        """A backward: the loss over all ranks, and how it was given."""
-        self.recorder.loss(self.number, float(value), form)
-
     def before(self, prepared: OverRanks) -> None:
         """The optimizer's step begins; the script has done to gradients what it does."""
         self.recorder.record.raised_eps |= bool(raise_eps(prepared.optimizer))
@@ -62,12 +58,9 @@ class RankSide:
         record = self.recorder.record
         try:
             yield from prepared.engine.full_optimizer_state()
-        except RefusedPlan as refusal:  # on every rank alike, before anything is sent
+        except ShardwiseError as error:  # on every rank alike, before anything is sent
             if record.states_known:
-                record.notices.append(f"the optimizer's state was not compared: {refusal}")
-            record.states_known = False
-        except ShardwiseError as error:
-            record.notices.append(f"the optimizer's state was not compared: {error}")
+                record.notices.append(f"the optimizer's state was not compared: {error}")
             record.states_known = False
 
 

@@ -135,12 +135,10 @@ class Plain:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """torch's own."""
         self._divide()
-        norm = nn.utils.clip_grad_norm_(self._trained(), max_norm)
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        norm = nn.utils.clip_grad_norm_(params, max_norm)
         self.grad_norm = float(norm)
         return norm
-
-    def _trained(self) -> list[torch.Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def barrier(self) -> None:
         """Nothing: there is nobody to wait for."""

@@ -94,14 +94,8 @@ def line_of(script: str, plan: Plan) -> str:
 def kind_of(plan: Plan) -> str:
     """Returns what plans have in common that differ by degrees above 1 and by precision alone."""
     plain = plan.exact(Plan().precision)
-    smallest = {name: 2 for name in DEGREES if _degree(getattr(plain, name)) > 1}
-    return str(
-        plain.with_(**{name: value for name, value in smallest.items() if isinstance(getattr(plain, name), int)})
-    )
-
-
-def _degree(value: Any) -> int:
-    return value if isinstance(value, int) else max(value, default=1) if isinstance(value, tuple) else 1
+    degrees = {name: getattr(plain, name) for name in DEGREES}
+    return str(plain.with_(**{name: 2 for name, degree in degrees.items() if isinstance(degree, int) and degree > 1}))
 
 
 def script_under_way() -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -75,6 +75,8 @@ class ScriptRecord:
     drew: set[int] = field(default_factory=set)  # steps within which random numbers were drawn after the batch came
     failed: tuple[str, str] | None = None  # (kind and message, traceback)
     eps: float = 0.0  # of the coarsest dtype of 16 bits that it computes in, in its own precision
+    ended: bool = False  # by the proof, which had seen enough
+    seen: ScriptRecord | None = None  # by torch's hooks, beside what prepare tells
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,10 @@ class ScriptJob:
     exact       in float64; False: in the script's own precision
     nudge       above 0: weights are moved by one epsilon, each up or down, as this seed has it; by `eps` where that is
                 larger
-    foreign     a script that does not call `prepare`: recorded through torch's hooks, RANK and the like are shown
+    foreign     a script that sets up its ranks by itself: RANK and the like are shown
+    hooks       records through torch's hooks: "alone", or "beside" what prepare tells (`ScriptRecord.seen`)
+    hides       does not show them, which ranks are shown else
+    total       steps of all models after which the script is ended; None: as limit and epochs have it
     folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
     """
 
@@ -106,6 +111,9 @@ class ScriptJob:
     nudge: int = 0
     eps: float = 0.0
     foreign: bool = False
+    hooks: Literal["none", "beside", "alone"] = "none"
+    hides: bool = False
+    total: int | None = None
     folder: str = "."
     stands_in: bool = True
     scratch: str | None = None
@@ -148,6 +156,8 @@ class ScriptRecorder:
 
     def may_go_on(self) -> None:
         """Raise `Enough` where every model has taken its steps; called where a backward begins, on every rank."""
+        if self.job.total is not None and len(self.record.steps) >= self.job.total:
+            raise Enough
         enough = self.job.limit is not None and self._counts and min(self._counts) >= self.job.limit
         many = self.job.limit is not None and sum(self._counts) >= 4 * self.job.limit * max(1, len(self._counts))
         if enough or many or (self.job.epochs is not None and self._ended_epochs >= self.job.epochs):

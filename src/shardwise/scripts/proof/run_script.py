@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -53,10 +54,12 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         inside.enter_context(_process_kept())
         inside.enter_context(recording(recorder))
         inside.enter_context(own_group(alone=asked.plain))
-        if asked.foreign:
+        if asked.hooks != "none":
             import torch.distributed.optim  # noqa: F401  # compiles functions of torch that are replaced below
 
-            inside.enter_context(TorchHooks(recorder))
+            beside = ScriptRecorder(replace(asked, limit=None, epochs=None))
+            inside.enter_context(TorchHooks(recorder if asked.hooks == "alone" else beside))
+            recorder.record.seen = beside.record if asked.hooks == "beside" else None
         try:
             with _in_double() if asked.exact else CoarsestDtype(recorder.record):
                 _run(asked, recorder)
@@ -76,7 +79,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
 def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
     sys.argv = [asked.path, *asked.arguments]
     sys.path.insert(0, str(Path(asked.path).resolve().parent))
-    for name in HIDDEN if asked.plain and not asked.foreign else ():  # which torchrun shows to ranks
+    for name in HIDDEN if asked.hides or (asked.plain and not asked.foreign) else ():  # which torchrun shows to ranks
         os.environ.pop(name, None)
     names: dict[str, Any] = {}
     try:
@@ -86,10 +89,13 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
             raise
         names = _names_in(done, asked.path)
     except Enough as enough:
+        recorder.record.ended = True
         names = _names_in(enough, asked.path)
     recorder.record.final = [_final(prepared) for prepared in recorder.models]
     recorder.record.files = files_of(asked.path)
     recorder.record.beside = _modules_beside(names, recorder)
+    if recorder.record.seen is not None:
+        recorder.record.seen.beside = recorder.record.beside
     for value in names.values():  # hooks of FSDP2 below autograd hold the script's names, a cycle that is not collected
         if isinstance(value, FunctionType) and value.__globals__.get("__name__") == "__main__":
             value.__globals__.clear()

@@ -30,8 +30,6 @@ MOST_FILES = 5000  # that are taken one by one; a folder that is left then is li
 MOST_OF_A_FILE, MOST_BYTES = 64 * 2**20, 2**30  # that are copied, of one file and of all
 _LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".shardwise"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-
-
 _ACTIVE: list[Scratch] = []  # that this process stands in
 
 

@@ -1,15 +1,18 @@
 """`TorchHooks`: record a script that never calls `prepare`, by torch's own hooks on optimizers, modules and backward.
 
-    names       those that the outermost module gives which was called and holds the parameter, without wrappers' parts
+    names       places in the optimizer; of a script that sets up its ranks those that the outermost module gives which
+                was called, without wrappers' parts, and with its number where another one gives them too
     losses      the roots of `loss.backward()`
-    gradients   as `optimizer.step()` finds them; of DTensors and of FSDP1's flat parameters the whole tensors
+    gradients   as `optimizer.step()` finds them, of a closure those of its last call; of DTensors and of FSDP1's flat
+                parameters the whole tensors
 
-What this does not do: know a parameter's name whose module was never called.
+What this does not do: know a name in a module that was never called.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -18,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.errors import InputError
 from shardwise.proof.settings import raise_eps
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, nudge, sketch
 
@@ -41,11 +45,13 @@ class TorchHooks:
         self._asked: list[dict[int, torch.Tensor]] = []  # by backward since its step: of a parameter's id, a sketch
         self._seen: list[Any] = []  # held, so that ids stay theirs
         self._inside = 0
+        self._closure: Any = None  # of the step under way
         self._stack = ExitStack()
 
     def __enter__(self) -> TorchHooks:
         for handle in (
-            register_module_forward_pre_hook(self._called),
+            register_module_forward_pre_hook(self._called),  # torch's global ones, as a script may pickle its model
+            register_module_forward_hook(self._given, with_kwargs=True),
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ):
@@ -78,16 +84,14 @@ class TorchHooks:
         met = {id(param) for root in self._roots for param in root.parameters()}
         nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job)
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
-        # behind forward, since a hook before it would miss the call at hand, and torch's global ones get no keywords
-        self._stack.callback(module.register_forward_hook(self._given, with_kwargs=True).remove)
         for param in module.parameters() if self._recorder.job.apart else ():
             if param.requires_grad and id(param) not in self._heard:
                 self._heard.add(id(param))
                 self._stack.callback(param.register_hook(partial(self._asks, id(param))).remove)
 
     def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """An outermost module was called with these samples."""
-        if torch.is_grad_enabled():
+        """A module was called with these samples."""
+        if torch.is_grad_enabled() and any(module is root for root in self._roots):
             self._recorder.called(content_of((args, kwargs)))
 
     def _asks(self, param: int, gradient: torch.Tensor) -> None:
@@ -108,6 +112,7 @@ class TorchHooks:
         self._inside += 1
         if self._inside > 1:  # an optimizer within another one
             return
+        self._closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # behind the optimizer
         if raise_eps(optimizer):
             self._recorder.record.raised_eps = True
         with self._readable(grads=True):
@@ -117,25 +122,35 @@ class TorchHooks:
                 whole = [(name, _whole(param)) for name, param in named]
                 trained = {name for name, param in named if param.requires_grad}
                 self._numbers[id(optimizer)] = self._recorder.add(optimizer, whole, trained)
-            number = self._numbers[id(optimizer)]
-            for value in self._losses:
-                self._recorder.loss(number, value, "mean")
-            self._losses = []
-            for asked in self._asked if self._recorder.job.apart else ():
-                self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
-            self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
-            grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
-            self._recorder.before(number, grads)
+            if self._closure is None:
+                self._finds(optimizer, named)
+
+    def _finds(self, optimizer: Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
+        """An optimizer's step has these gradients, and the losses of the backwards since its last one."""
+        number = self._numbers[id(optimizer)]
+        for value in self._losses:
+            self._recorder.loss(number, value, "mean")
+        self._losses = []
+        for asked in self._asked if self._recorder.job.apart else ():
+            self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
+        self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
+        grads = [(name, None if p.grad is None else _whole(p.grad)) for name, p in named if p.requires_grad]
+        self._recorder.before(number, grads)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         self._inside -= 1
         if self._inside:
             return
-        roots = self._roots_of(optimizer)
-        buffers = [(_bare(name), buffer) for root in roots for name, buffer in root.named_buffers()]
-        states = [] if self._has_flat() else [*self._states(optimizer)]
-        if self._has_flat() and self._recorder.record.states_known:
+        if self._closure is not None:
+            with self._readable(grads=True):
+                self._finds(optimizer, self._named(optimizer))
+        buffers = self._of_roots(optimizer, "buffers")
+        flat = self._units()
+        named = [] if flat else self._named(optimizer)
+        kept = ((name, optimizer.state.get(param, {})) for name, param in named)
+        states = [(name, {key: _whole(value) for key, value in state.items()}) for name, state in kept]
+        if flat and self._recorder.record.states_known:
             self._recorder.record.states_known = False
             self._recorder.record.notices.append(
                 "scope: the optimizer's state over FSDP1's flat pieces is not compared"
@@ -144,45 +159,47 @@ class TorchHooks:
             parameters = [(name, _whole(param)) for name, param in self._named(optimizer)]
             self._recorder.after(self._numbers[id(optimizer)], parameters, buffers, states, optimizer.param_groups)
 
-    def _states(self, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-        for name, param in self._named(optimizer):
-            state = optimizer.state.get(param, {})
-            yield name, {key: _whole(value) for key, value in state.items()}
-
     # --- names and whole tensors
-
-    def _roots_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        """The outermost modules that hold what an optimizer trains."""
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return [root for root in self._roots if any(id(param) in held for param in root.parameters())] or self._roots
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
-        roots = reversed(self._roots_of(optimizer))
-        found = {id(param): (_bare(name), param) for root in roots for name, param in root.named_parameters()}
+        named = self._of_roots(optimizer, "parameters") if self._recorder.job.foreign else []
+        there = {id(param) for _, param in named}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        for place, param in enumerate(params):
-            found.setdefault(id(param), (f"parameter {place}", param))
-        return list(found.values())
+        beside = [(f"parameter {place}", param) for place, param in enumerate(params) if id(param) not in there]
+        return named + beside
 
-    def _has_flat(self) -> bool:
+    def _of_roots(self, optimizer: Optimizer, kind: str) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        roots = [root for root in self._roots if any(id(param) in held for param in root.parameters())]
+        rows: dict[int, tuple[int, str, torch.Tensor]] = {}
+        for number, root in enumerate(roots or self._roots):
+            for name, tensor in getattr(root, f"named_{kind}")():
+                rows.setdefault(id(tensor), (number, _bare(name), tensor))
+        uses = Counter(name for _, name, _ in rows.values())
+        return [(name if uses[name] == 1 else f"{number}.{name}", tensor) for number, name, tensor in rows.values()]
+
+    def _units(self) -> list[nn.Module]:
+        """The outermost units of FSDP1."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        return any(isinstance(each, FullyShardedDataParallel) for root in self._roots for each in root.modules())
+        units = (FullyShardedDataParallel.fsdp_modules(root, root_only=True) for root in self._roots)
+        return [unit for of_root in units for unit in of_root]
 
     @contextmanager
     def _readable(self, *, grads: bool = False) -> Iterator[None]:
         """Context: FSDP1's parameters are whole."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         with ExitStack() as inside:
-            for root in self._roots:
-                if any(isinstance(each, FullyShardedDataParallel) for each in root.modules()):
-                    units = FullyShardedDataParallel.fsdp_modules(root, root_only=True)
-                    for unit in units:
-                        inside.enter_context(
-                            FullyShardedDataParallel.summon_full_params(unit, with_grads=grads, writeback=False)
-                        )
+            for unit in self._units():
+                whole = unit.summon_full_params(unit, with_grads=grads, writeback=False)
+                try:
+                    inside.enter_context(whole)
+                except NotImplementedError as error:
+                    raise InputError(
+                        f"verify: FSDP does not give whole gradients here ({error}): FSDP(..., use_orig_params=True) "
+                        "does, and trains alike"
+                    ) from None
             yield
 
 

@@ -24,29 +24,22 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.progress import Say, silent
-from shardwise.proof.compare_records import compare
-from shardwise.proof.narrow import LEAST_BAR, MOST_BAR, bar_of, set_noise_apart
+from shardwise.proof.narrow import LEAST_BAR, bar_of
 from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
-from shardwise.proof.rounding import NUDGES, Noise, add_noise
-from shardwise.proof.settings import LEAST_EPS
+from shardwise.proof.rounding import NUDGES, Noise, add_noise, errors_of, explain_by_rounding
 from shardwise.scripts.proof import receipts
-from shardwise.scripts.proof.cause import Cause, Difference, cause_of, first_difference
-from shardwise.scripts.proof.comparison_records import joined, record_of, zero_gradients
-from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptJob, ScriptRecord
+from shardwise.scripts.proof.cause import Difference, cause_of, cause_of_change
+from shardwise.scripts.proof.comparison_records import joined, judge, record_of
+from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 STEPS = 6
+MOST_ROUNDING = 1e-5  # of an error: mistakes are near 1
 KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
-MEETS = {
-    "an epoch's end": "no epoch ended",
-    "an uneven last batch": "no epoch had a last batch of fewer samples",
-    "an evaluation": "the model was not evaluated",
-    "a save": "nothing was saved by save_weights or shardwise.save",
-}
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ def verify_script(
     plan        in the place of the one that the script gives to `prepare`
     steps       optimizer steps of each model; None: until the script ends. Unless None, epochs are shortened
     epochs      epochs over the prepared loader, in the place of steps
-    against     another script, as it was before `prepare` was put in, which is the one process
+    against     another script, as it was before `prepare` was put in, to which it is compared in one process first
     nproc       ranks of a script that sets up its own (DDP, FSDP, Accelerate, ...), and never calls `prepare`
     one         arguments of the one process then, where they are others
     cwd         where the script runs, for real; None: in a scratch folder that looks like the present one
@@ -124,11 +117,14 @@ def verify_script(
     parity = Parity("", 0, bars=dict(FLOAT64_BARS))
     asked, first, failed = _one_process(runs, asked, one)
     chosen = _plan_of(plan, first, asked)
-    reference, own = _as_reference(asked, against, one), first
+    reference = _as_one_process(asked, one)
     if against is not None:
-        say(f"verify: {reference.path} in one process")
-        first = runs.alone(reference)
-        parity.notes.append(f"the one process is that of {against}, as it stands")
+        say(f"verify: {against} in one process")
+        changed = _compare_change(runs, reference, first, str(against), failed)
+        if not changed.equal:
+            return changed
+        parity.notes.append(f"in one process the script equals {against}, as that stands")
+        asked, reference = (job if job.foreign else replace(job, hooks="none") for job in (asked, reference))
     if chosen is not None:
         asked = replace(asked, plan=str(chosen), shorten=asked.shorten and KEPT * chosen.accumulate)
         reference = replace(reference, shorten=asked.shorten)
@@ -138,6 +134,13 @@ def verify_script(
     parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
     say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
     records = _on_ranks(runs, asked, chosen, parity)
+    if parity.error and not asked.foreign:
+        say("verify: that fails; the same without RANK and the like, as shardwise run hides them")
+        hidden, tried = replace(asked, hides=True), replace(parity, error=None)
+        records = _on_ranks(runs, hidden, chosen, tried)
+        if records is not None:
+            parity.notes.append(f"RANK and the like are hidden, as by shardwise run; shown (torchrun): {parity.error}")
+            parity.error, asked = None, hidden
     if parity.error and asked.exact:
         say("verify: that fails; the same in the script's own precision")
         records = _on_ranks(runs, replace(asked, exact=False), chosen, replace(parity))
@@ -145,37 +148,33 @@ def verify_script(
             failed, parity.error = parity.error, None
             asked, reference = replace(asked, exact=False), replace(reference, exact=False)
             first = runs.alone(reference)
-            own = first if against is None else runs.alone(_as_reference(asked, None, one))
     if records is None:
         return parity
     if not asked.exact:
         _set_bars(runs, reference, first, records, parity, failed)
     many = joined(records, foreign=asked.foreign)
-    without_losses = against is not None and chosen is not None and chosen.accumulate > 1
-    if without_losses:
-        _leave_losses(first, many, parity)
     if not many.steps and not first.steps:
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
-    judge(parity, first, many, records, foreign=asked.foreign, starts=against is None)
+    judge(parity, first, many, records, foreign=asked.foreign)
+    if not parity.equal and parity.float64 and max(errors_of(parity).values()) < MOST_ROUNDING:
+        say("verify: they differ by little; one process with weights moved by one epsilon")
+        moved = (runs.alone(replace(reference, nudge=seed)) for seed in range(1, NUDGES + 1))
+        steps = len(first.steps)
+        explain_by_rounding(parity, record_of(first, [first], steps), (record_of(run, [run], steps) for run in moved))
     if not parity.equal:
         _refuse_not_finite(first)
         say("verify: they differ; one process again, to see whether the script equals itself")
         again = runs.alone(reference)
-        if without_losses:
-            _leave_losses(again, first, Parity("", 0))
-            _leave_losses(own, first, Parity("", 0))
-        sides = Difference(first, records, parity, chosen or Plan(dp_replicate=world), _against(first, again))
-        changed = None if against is None else _against(first, own, starts=False)
-        parity.cause = _cause(runs, asked, replace(sides, before=str(against), changed=changed))
+        layout = chosen or Plan(dp_replicate=world)
+        parity.cause = cause_of(
+            Difference(
+                first, records, parity, layout, _against(first, again), apart=_apart(runs, asked, layout),
+                cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
+            )
+        )  # fmt: skip
     if chosen is not None:
         receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
     return parity
-
-
-def _cause(runs: _Runs, asked: ScriptJob, sides: Difference) -> Cause | None:
-    """Returns the likely cause of a difference, None where nothing fits. The ranks run again where that tells more."""
-    apart, cures = _apart(runs, asked, sides.plan), _cures(runs, asked, sides.plan, sides.single)
-    return cause_of(replace(sides, apart=apart, cures=cures, foreign=asked.foreign))
 
 
 def _refuse_not_finite(first: ScriptRecord) -> None:
@@ -185,10 +184,35 @@ def _refuse_not_finite(first: ScriptRecord) -> None:
             raise InputError(f"verify: in one process the loss of step {step} is not finite: nothing equals that")
 
 
-def _against(first: ScriptRecord, other: ScriptRecord, *, starts: bool = True) -> Parity:
-    """Returns how one process compares with the first. `starts`: by its weights before the first step too."""
+def _against(first: ScriptRecord, other: ScriptRecord) -> Parity:
+    """Returns how one process compares with the first."""
     parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
-    judge(parity, first, other, [other], foreign=False, starts=starts)
+    judge(parity, first, other, [other], foreign=False)
+    return parity
+
+
+def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before: str, failed: str) -> Parity:
+    """Returns how the changed script's one process (`own`) compares with that of the script as it was, both as torch's
+    hooks see them."""
+    now = own.seen or own
+    total = len(now.steps) if own.ended else None
+    job = replace(reference, path=str(Path(before).resolve()), plan=None, hooks="alone", total=total, limit=None)
+    was = runs.alone(job)
+    if not was.steps:
+        raise InputError(f"verify: {before} steps no optimizer, and there is nothing to compare: leave --against out")
+    parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
+    if not reference.exact:
+        _set_bars(runs, job, was, [now], parity, failed)
+    weights = any("weight" in step.forms for step in own.steps)  # losses are sums, which the other script has divided
+    for mine, theirs in zip(was.steps, now.steps, strict=False):
+        mine.losses = theirs.losses if weights else mine.losses
+        same = mine.buffers.keys() & theirs.buffers.keys()  # either script may call other modules by themselves
+        mine.buffers, theirs.buffers = ({name: step.buffers[name] for name in same} for step in (mine, theirs))
+    judge(parity, was, now, [now], foreign=False)
+    if not parity.equal:
+        _refuse_not_finite(was)
+        sides = Difference(was, [now], parity, Plan(), _against(was, runs.alone(job)), foreign=reference.foreign)
+        parity.cause = cause_of_change(sides, before)
     return parity
 
 
@@ -216,92 +240,6 @@ def _on_ranks(
     return records
 
 
-def judge(parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool,
-          starts: bool = True) -> None:  # fmt: skip
-    """Compare both sides into `parity`. `starts`: weights before the first step as well, as they were prepared."""
-    steps = min(len(single.steps), len(many.steps))
-    if len(single.steps) != len(many.steps):
-        parity.differences.append(f"one process took {len(single.steps)} optimizer steps, ranks {len(many.steps)}")
-    if not steps:
-        parity.loss_error = 0.0
-        return
-    for name in sorted(single.shapes.keys() & many.shapes.keys()):
-        if single.shapes[name] != many.shapes[name]:
-            parity.differences.append(
-                f"{name.partition(':')[2]} has shape {many.shapes[name]}, in one process {single.shapes[name]}"
-            )
-    mine, theirs = record_of(single, [single], steps), record_of(many, ranks, steps, foreign=foreign)
-    if not starts:
-        theirs.initial = dict(mine.initial)
-    if foreign and not any(theirs.states) and any(mine.states):
-        theirs.states_known = False
-        parity.notes.append("scope: the optimizer keeps its state to itself on ranks, and it is not compared")
-    compare(parity, mine, theirs)
-    zero_gradients(parity, mine, theirs)
-    set_noise_apart(parity)
-    if parity.exceeded:
-        parity.first = first_difference(parity)
-    for step in range(steps):
-        if single.steps[step].settings != many.steps[step].settings:
-            parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
-            break
-    if len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
-        _compare_saved(parity, single, many)
-        _compare_beside(parity, single, ranks)
-    unmet = [words for what, words in MEETS.items() if what not in single.met]
-    if unmet and not foreign:
-        parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
-    if {"an evaluation", BESIDE} <= single.met and SUMMED not in single.met:
-        parity.notes.append(
-            "scope: the script evaluates on a loader of prepared.split and adds nothing up over ranks: what it prints "
-            "and decides by is of a rank's own samples (prepared.sum, prepared.gather)"
-        )
-    parity.notes = list(dict.fromkeys(parity.notes))
-    if single.raised_eps or many.raised_eps:
-        parity.notes.append(f"an optimizer's eps below {LEAST_EPS:g} is {LEAST_EPS:g} on both sides")
-
-
-def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
-    """What `state_dict()` and `save_weights` give at the end."""
-    for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
-        label = f"model {number + 1}: " if len(one.final) > 1 else ""
-        if mine and theirs and mine.keys() != theirs.keys():
-            odd = sorted(mine.keys() ^ theirs.keys())
-            parity.differences.append(f"{label}state_dict() has other names than in one process: {', '.join(odd[:3])}")
-        for name in mine.keys() & theirs.keys():
-            if error := _beyond(parity, theirs[name], mine[name]):
-                parity.differences.append(f"{label}state_dict()['{name}'] differs by {error} at the end")
-                return
-
-
-def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
-    """By how much a tensor differs from one process's, relative, where that exceeds the bar; else ""."""
-    if a is None or b is None or a.shape != b.shape or not a.numel():
-        return ""
-    error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
-    return "" if error <= (1e-9 if parity.float64 else MOST_BAR) else f"{error:.1e}"
-
-
-def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
-    """Modules that the script names beside its models (a teacher, an average of weights), on every rank."""
-    for rank, record in enumerate(ranks):
-        for name in one.beside.keys() & record.beside.keys():
-            if error := _beyond(parity, record.beside[name], one.beside[name]):
-                parity.differences.append(f"'{name}', beside the models, differs by {error} on rank {rank}")
-                return
-
-
-def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
-    for place, (mine, theirs) in enumerate(zip(single, many, strict=False)):
-        for key in mine.keys() | theirs.keys():
-            if mine.get(key) != theirs.get(key):
-                return (
-                    f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)} on ranks, "
-                    f"{mine.get(key)} in one process"
-                )
-    return f"step {step}: the optimizer has {len(many)} groups on ranks, {len(single)} in one process"
-
-
 def _asked(
     path: str | Path, arguments: Sequence[str], plan: Any, steps: int | None, epochs: int | None, nproc: int | None,
     cwd: str | Path | None, against: str | Path | None,
@@ -319,24 +257,14 @@ def _asked(
         str(script.resolve()), tuple(arguments), plain=True, plan=None if plan is None else str(Plan.parse(plan)),
         limit=None if epochs is not None else steps, epochs=epochs,
         shorten=KEPT if steps is not None and epochs is None and nproc is None and against is None else None,
-        foreign=nproc is not None,
+        foreign=nproc is not None, hooks="alone" if nproc is not None else "none" if against is None else "beside",
         folder=str(Path(cwd or ".").resolve()), stands_in=cwd is None,
     )  # fmt: skip
 
 
-def _as_reference(asked: ScriptJob, against: str | Path | None, one: str | None) -> ScriptJob:
+def _as_one_process(asked: ScriptJob, one: str | None) -> ScriptJob:
     """What the one process runs."""
-    words = asked.arguments if one is None else tuple(shlex.split(one))
-    if against is None:
-        return replace(asked, arguments=words)
-    return replace(asked, path=str(Path(against).resolve()), arguments=words, foreign=True, plan=None, shorten=None)
-
-
-def _leave_losses(one: ScriptRecord, many: ScriptRecord, parity: Parity) -> None:
-    """Losses of micro-batches are told by `prepared.backward` as means, by another script as it divides them."""
-    for mine, theirs in zip(one.steps, many.steps, strict=False):
-        mine.losses = theirs.losses
-    parity.notes.append("scope: losses of micro-batches are not compared, since either script divides them in its way")
+    return replace(asked, arguments=asked.arguments if one is None else tuple(shlex.split(one)))
 
 
 def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
@@ -362,11 +290,11 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
 def _one_process(runs: _Runs, asked: ScriptJob, one: str | None) -> tuple[ScriptJob, ScriptRecord, str]:
     """Returns the job in float64, what one process did, and ""; where the script fails in float64: the job in its own
     precision, what one process did in it, and the failure. Raises `InputError` where it fails there too."""
-    exact = runs.in_one(_as_reference(asked, None, one))
+    exact = runs.in_one(_as_one_process(asked, one))
     if exact.failed is None:
         return asked, exact, ""
     own = replace(asked, exact=False)
-    record = runs.alone(_as_reference(own, None, one))
+    record = runs.alone(_as_one_process(own, one))
     what, trace = exact.failed
     if not record.steps:
         raise InputError(f"verify: the script runs in one process, and not in float64: {what}\n{trace.rstrip()}")
