@@ -76,6 +76,14 @@ def test_a_script_runs_on_local_ranks_that_its_environment_hides(folder):
     assert len(found["losses"]) == 4 and found["seen"] == {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None}
 
 
+def test_lines_of_ranks_are_whole_in_a_pipe(tmp_path):
+    script = tmp_path / "prints.py"
+    script.write_text("import os\nfor number in range(300): print('x' * 99)\nprint('last'); os._exit(0)")
+    ran = subprocess.run([sys.executable, "-m", "shardwise", "run", script], stdout=subprocess.PIPE, timeout=120)
+    lines = ran.stdout.decode().splitlines()
+    assert set(lines) == {"x" * 99, "last"} and "last" in lines
+
+
 def test_a_failing_rank_is_told_once_and_its_cause_last(folder, capfd):
     assert call(["run", "--nproc", "2", "--show-ranks", "script.py", "out.json", "--fail"]) == 1
     err = capfd.readouterr().err

@@ -5,6 +5,7 @@ Each rank runs the whole script as `python script.py` would, with a process grou
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import runpy
@@ -31,6 +32,8 @@ def run_script(path: str, arguments: Sequence[str], shown: bool, profiled: str |
         os.environ.pop(name, None)
     if profiled is not None:
         os.environ[PROFILE_STEPS] = profiled
+    if isinstance(sys.stdout, io.TextIOWrapper):  # all ranks write to one pipe: each line whole, and at once
+        sys.stdout.reconfigure(line_buffering=True)
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
