@@ -218,6 +218,8 @@ def rank_memory(
     full = STATES[precision or software.states]
     over = layout.shard_ranks if layout.sharded.state else 1
     largest = max(shape.vocab * (first or last), shape.ffn) * shape.hidden / layout.tp / over
+    if software.in_backward and layout.n_micro * layout.rounds == 1:
+        terms["gradients"] = min(terms["gradients"], largest * full.gradient)
     copies = terms.pop(COPIES) + decoded(full, layout, sum(parameters.values()) / over, largest)
     like_all = layers - dense + (shape.ahead if last else 0)
     kept = _of_layer(shape, layout, software)[0] * like_all

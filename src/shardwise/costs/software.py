@@ -120,6 +120,7 @@ class Software:
     cut_logit_bytes  the same where tp cuts the vocabulary and that takes other operations, else 0
     kept_gathered    matrices over the vocabulary that ZeRO-3 keeps gathered from forward to backward, as FSDP does with
                      what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
+    in_backward      each parameter is updated as soon as its gradient is there, which is then freed
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
     fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
     """
@@ -163,6 +164,7 @@ class Software:
     logit_peak_bytes: float = 14.0
     cut_logit_bytes: float = 0.0
     kept_gathered: int = 0
+    in_backward: bool = False
     workspace_bytes: float = 0.0
     fp8: str = ""
     source: str = ""
@@ -356,6 +358,19 @@ SOFTWARE: dict[str, Software] = {
             "of what is elementwise, and of every second product",
         ),
         Software(
+            "torchtune",
+            attention="flash2",
+            by_unit=True,
+            accumulates=False,
+            unit_bytes=FSDP2_BYTES,
+            loss="torch",
+            states="bf16-full",
+            grad_reduce_bytes=2.0,
+            logit_peak_bytes=2 + 2 + 8 / 8,
+            source="torchtune: torch.compile, a fused optimizer, all in bf16, FSDP2; a loss in eight chunks, whose "
+            "logits stay in bf16 (CEWithChunkedOutputLoss)",
+        ),
+        Software(
             "deepspeed-2021",
             attention="unfused",
             overlap_dp=False,
@@ -395,6 +410,11 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "automodel", "fsdp",
         {"attention": "cudnn", "fused": True, "dispatch": "deepep", "states": "bf16-full", "source": "NeMo AutoModel: "
          "FSDP2, kernels of Transformer Engine, DeepEP, all in bf16 (its examples/benchmark/configs)"},
+    ),
+    (
+        "torchtune-in-backward", "torchtune",
+        {"in_backward": True, "source": "torchtune's recipes for one device (optimizer_in_bwd: True): each parameter "
+         "is updated as soon as its gradient is there, which is then freed"},
     ),
     (
         "torchtitan-eager", "torchtitan",

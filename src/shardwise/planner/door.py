@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.adapters import with_lora
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Device
 from shardwise.cluster.catalogue import configuration
 from shardwise.config import BUILTINS
 from shardwise.config.schema import LoraSection
@@ -20,6 +20,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan, check
+from shardwise.layout.precisions import PRECISIONS
 from shardwise.planner import decoders
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.proposal_text import Search
@@ -33,6 +34,12 @@ from shardwise.task_names import AdaptedTask, resolve_task
 
 if TYPE_CHECKING:
     from shardwise.random import Randomness
+
+
+SLOW_BF16 = (
+    "precision={precision}: {device.name} computes large products in bf16 at {device.own_bf16_tflops.value:g} TFLOP/s, "
+    "of {device.bf16_tflops.value:g} in fp16, which its tensor cores take: precision=fp16"
+)
 
 
 def is_shape(task: str | Task | Callable[[], Task]) -> bool:
@@ -70,7 +77,9 @@ def subject_of(
             f"-mxfp8, -nvfp4) forecasts it for a decoder by its numbers, under precision=bf16"
         )
     soft, precision = software(software_name), Plan(precision=precision).precision
-    where = _Where(cluster, soft, precision, plan, say, randomness)
+    own = cluster.computing(PRECISIONS[precision].compute)
+    told = () if own is cluster else (SLOW_BF16.format(precision=precision, device=cluster.device),)
+    where = _Where(own, soft, precision, plan, say, randomness, told)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
     if isinstance(task, AdaptedTask) and is_shape(task.reference):
@@ -99,6 +108,7 @@ class _Where:
     plan: Plan | None
     say: Say
     randomness: Randomness
+    remarks: tuple[str, ...] = ()
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
         """Returns the subject of a decoder that is forecast from its numbers alone."""
@@ -106,7 +116,8 @@ class _Where:
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
         if length is None or samples is None:
             raise InputError(f"{name} is a decoder by its numbers: give --seq and --global-batch")
-        return decoder(shape, self.cluster, self.software, samples, length, self.precision)
+        subject = decoder(shape, self.cluster, self.software, samples, length, self.precision)
+        return replace(subject, remarks=self.remarks)
 
     def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
         """Returns the subject of a task whose module is traced."""
@@ -119,6 +130,7 @@ class _Where:
                 f"{self.software.name.removesuffix(recipe.suffix)}"
             )
         where = (self.cluster, self.software, samples, self.precision)
+        remarks = (*self.remarks, *remarks)
         if self.plan is None:
             return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
         layout = of_plan(self.plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
@@ -149,7 +161,7 @@ class _Where:
             remarks, other = differs(path, shape)
             if other:
                 return self._built(path, samples, length, *remarks)
-        return replace(self.by_numbers(path, shape, samples, length), remarks=tuple(remarks))
+        return replace(self.by_numbers(path, shape, samples, length), remarks=(*self.remarks, *remarks))
 
     def adapted(self, named: str, lora: LoraSection, samples: int | None, length: int | None) -> Subject:
         """Returns the subject of a model without data, with adapters: its modules are built and traced."""
@@ -200,13 +212,13 @@ class _Where:
         raise InputError(f"{path} ({made.tasks[0].name}) on {made.samples[0]}: {errors[0]}{made.hint}") from errors[0]
 
 
-def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan) -> Plan:
-    """Returns the parsed plan; bf16 where `plan` is a text without a precision and `task` a model without data."""
+def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan, device: Device) -> Plan:
+    """Returns the parsed plan; in the device's 16 bits where its text has no precision and `task` no data."""
     parsed = Plan.parse(plan)
     if isinstance(plan, Plan) or not is_shape(task):
         return parsed
     said = Path(plan.strip()).read_text() if plan.strip().endswith(".toml") else plan
-    return parsed if "precision" in said else parsed.with_(precision="bf16")
+    return parsed if "precision" in said else parsed.with_(precision=device.half)
 
 
 def check_plan(plan: Plan, cluster: Cluster) -> None:
@@ -227,7 +239,7 @@ def plan(
     *,
     global_batch: int | str | None = None,
     seq: int | str | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     software: str = "shardwise",
     randomness: Randomness = "global",
     constraints: Constraints | None = None,
@@ -238,12 +250,13 @@ def plan(
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
     global_batch  samples of a step, or text such as "16M-tokens"
     seq           tokens of a sample, for a name or a configuration that reads them
+    precision     of the plans: by default bf16, fp16 where the devices' tensor cores take no bf16
     randomness    as in `parallelize`: whether dropout is one process's, which a GPU's fused attention is not
 
     Raises `InputError` where no plan fits, with the nearest.
     """
     where = Cluster.parse(cluster)
-    precision = (constraints or Constraints()).precision(precision)
+    precision = (constraints or Constraints()).precision(precision or where.device.half)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=precision, software_name=software,
         randomness=randomness,
@@ -262,7 +275,8 @@ def simulate(
     randomness: Randomness = "global",
 ) -> Forecast:
     """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure."""
-    where, parsed = Cluster.parse(cluster), plan_for(task, plan)
+    where = Cluster.parse(cluster)
+    parsed = plan_for(task, plan, where.device)
     check_plan(parsed, where)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software,
