@@ -254,15 +254,6 @@ SOFTWARE: dict[str, Software] = {
             "each gradient into float32 and adds that to its sum (deepspeed/runtime/bf16_optimizer.py)",
         ),
         Software(
-            "megatron-flash",
-            attention="flash2",
-            overlap_dp=False,
-            loss="parallel",
-            states="bf16",
-            logit_peak_bytes=6.0,
-            source="Megatron-LM of 2023 with --use-flash-attn, before Transformer Engine: nothing overlaps",
-        ),
-        Software(
             "megatron-core",
             attention="cudnn",
             windows=True,
@@ -358,19 +349,6 @@ SOFTWARE: dict[str, Software] = {
             "of what is elementwise, and of every second product",
         ),
         Software(
-            "torchtune",
-            attention="flash2",
-            by_unit=True,
-            accumulates=False,
-            unit_bytes=FSDP2_BYTES,
-            loss="torch",
-            states="bf16-full",
-            grad_reduce_bytes=2.0,
-            logit_peak_bytes=2 + 2 + 8 / 8,
-            source="torchtune: torch.compile, a fused optimizer, all in bf16, FSDP2; a loss in eight chunks, whose "
-            "logits stay in bf16 (CEWithChunkedOutputLoss)",
-        ),
-        Software(
             "deepspeed-2021",
             attention="unfused",
             overlap_dp=False,
@@ -390,6 +368,11 @@ SOFTWARE: dict[str, Software] = {
 
 # The same software at another time, or with another switch: (name, of which, what differs)
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "megatron-flash", "megatron-2021",
+        {"attention": "flash2", "split_sends": False, "grad_reduce_bytes": 4.0, "logit_peak_bytes": 6.0, "source":
+         "Megatron-LM of 2023 with --use-flash-attn, before Transformer Engine: nothing overlaps"},
+    ),
     (
         "megatron-core-unfused-loss", "megatron-core",
         {"loss": "parallel", "source": "the same with the cross-entropy of its defaults: a float32 copy of the logits "
@@ -412,11 +395,6 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
          "FSDP2, kernels of Transformer Engine, DeepEP, all in bf16 (its examples/benchmark/configs)"},
     ),
     (
-        "torchtune-in-backward", "torchtune",
-        {"in_backward": True, "source": "torchtune's recipes for one device (optimizer_in_bwd: True): each parameter "
-         "is updated as soon as its gradient is there, which is then freed"},
-    ),
-    (
         "torchtitan-eager", "torchtitan",
         {"fused": False, "waits": False, "source": "torchtitan without torch.compile"},
     ),
@@ -426,8 +404,16 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
          "since April 2025: the loss is compiled too (pull request 1033): logits are read in bf16, their gradient is "
          "written; embedding and output matrix are units of their own"},
     ),
+    (
+        "torchtune", "torchtitan",
+        {"states": "bf16-full", "grad_reduce_bytes": 2.0, "logit_peak_bytes": 2 + 2 + 8 / 8, "cut_logit_bytes": 0.0,
+         "kept_gathered": 0, "source": "torchtune, compiled: all in bf16; embedding and output matrix are units of "
+         "their own; a loss in eight chunks, whose logits stay in bf16 (CEWithChunkedOutputLoss)"},
+    ),
+    ("torchtune-in-backward", "torchtune", {"in_backward": True, "source": "torchtune with optimizer_in_bwd"}),
 )  # fmt: skip
-SOFTWARE |= {name: replace(SOFTWARE[of], name=name, **changes) for name, of, changes in VARIANTS}
+for _name, _of, _changes in VARIANTS:  # some are variants of others
+    SOFTWARE[_name] = replace(SOFTWARE[_of], name=_name, **_changes)
 
 
 def software(name: str) -> Software:

@@ -60,6 +60,7 @@ def subject_of(
     plan: Plan | None = None,
     say: Say = silent,
     randomness: Randomness = "global",
+    channels_last: bool | None = None,
 ) -> Subject:
     """Returns the `Subject` of a catalogue name, a `config.json`, or any other task, which is traced.
 
@@ -68,6 +69,7 @@ def subject_of(
     plan  the only one that will be asked about: a task is traced with its micro-batch then
     say   is told what is being traced
     randomness  as in `parallelize`: of dropout in a module that is traced
+    channels_last  the layout of a configured model's images: by default on accelerators
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
@@ -79,7 +81,7 @@ def subject_of(
     soft, precision = software(software_name), Plan(precision=precision).precision
     own = cluster.computing(PRECISIONS[precision].compute)
     told = () if own is cluster else (SLOW_BF16.format(precision=precision, device=cluster.device),)
-    where = _Where(own, soft, precision, plan, say, randomness, told)
+    where = _Where(own, soft, precision, plan, say, randomness, channels_last, told)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
     if isinstance(task, AdaptedTask) and is_shape(task.reference):
@@ -87,6 +89,7 @@ def subject_of(
     if not is_shape(task):
         if length is not None:
             raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
+        where.refuse_layout("a task of your own, which has the layout that its model has")
         return where.traced(resolve_task(task), samples)
     assert isinstance(task, str)
     if not (task.endswith(".json") or Path(task).is_dir()):
@@ -108,10 +111,17 @@ class _Where:
     plan: Plan | None
     say: Say
     randomness: Randomness
+    channels_last: bool | None
     remarks: tuple[str, ...] = ()
+
+    def refuse_layout(self, what: str) -> None:
+        """Raise `InputError` where a layout of images is asked for, and `what` is forecast, which has none."""
+        if self.channels_last is not None:
+            raise InputError(f"--channels-last is for the images of a configuration, not for {what}: leave it out")
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
         """Returns the subject of a decoder that is forecast from its numbers alone."""
+        self.refuse_layout(name)
         if self.randomness != "global":
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
         if length is None or samples is None:
@@ -198,7 +208,10 @@ class _Where:
 
         if samples is None:
             raise InputError(f"{path} is a model without data of its own: give --global-batch")
-        made = configured(path if config is None else config, length)
+        last = self.cluster.device.kind != "cpu" if self.channels_last is None else self.channels_last
+        made = configured(path if config is None else config, length, channels_last=last)
+        if not made.of_images:
+            self.refuse_layout(f"{path}, which has none")
         errors: list[InputError] = []
         for task, sample in zip(made.tasks, made.samples, strict=True):
             try:
@@ -243,6 +256,7 @@ def plan(
     software: str = "shardwise",
     randomness: Randomness = "global",
     constraints: Constraints | None = None,
+    channels_last: bool | None = None,
 ) -> Search:
     """Returns every plan that fits, fastest first, and why the other families lost; nothing is run.
 
@@ -252,6 +266,7 @@ def plan(
     seq           tokens of a sample, for a name or a configuration that reads them
     precision     of the plans: by default bf16, fp16 where the devices' tensor cores take no bf16
     randomness    as in `parallelize`: whether dropout is one process's, which a GPU's fused attention is not
+    channels_last  whether a configured model's images are so, as by default on accelerators
 
     Raises `InputError` where no plan fits, with the nearest.
     """
@@ -259,7 +274,7 @@ def plan(
     precision = (constraints or Constraints()).precision(precision or where.device.half)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=precision, software_name=software,
-        randomness=randomness,
+        randomness=randomness, channels_last=channels_last,
     )  # fmt: skip
     return search(subject, where, constraints, precision=precision)
 
@@ -273,6 +288,7 @@ def simulate(
     seq: int | str | None = None,
     software: str = "shardwise",
     randomness: Randomness = "global",
+    channels_last: bool | None = None,
 ) -> Forecast:
     """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure."""
     where = Cluster.parse(cluster)
@@ -280,7 +296,7 @@ def simulate(
     check_plan(parsed, where)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software,
-        plan=parsed, randomness=randomness,
+        plan=parsed, randomness=randomness, channels_last=channels_last,
     )  # fmt: skip
     return possible(subject.simulate(layout_of(parsed, subject)))
 
