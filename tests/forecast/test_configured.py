@@ -316,3 +316,27 @@ def test_a_model_that_is_no_decoder_is_planned_by_its_name(capsys: pytest.Captur
     assert "hf.task(AutoConfig.for_model('bert', architectures=['BertForMaskedLM'])" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"did you mean 'bert-large'\?; nothing is fetched from a hub: any other"):
         simulate("bert-larg", "precision=bf16", "1 v100-sxm2-32gb", global_batch=2)
+
+
+RESNET = {"embedding_size": 64, "hidden_sizes": [64, 128], "depths": [1, 1], "layer_type": "basic"}
+
+
+def test_images_are_in_channels_last_on_accelerators(tmp_path: Path) -> None:
+    """As NVIDIA/DeepLearningExamples has its nets of convolutions; transformers' own modules are turned on the way."""
+    path = written(tmp_path, "resnet", "ResNetForImageClassification", **RESNET)
+
+    def seconds(cluster: str, last: bool | None) -> float:
+        return simulate(path, "dp_replicate=1", cluster, global_batch=64, channels_last=last).parts["compute"]
+
+    gpu = "1 a100-sxm-80gb"
+    assert seconds(gpu, None) == seconds(gpu, True) < 0.8 * seconds(gpu, False)
+    told = subject_of(path, Cluster.parse(gpu), global_batch=2, plan=Plan(precision="bf16")).remarks
+    assert any("memory_format=torch.channels_last" in text for text in told)
+    model = configured(path, None, channels_last=True).tasks[0].model()
+    assert model.resnet.embedder.embedder.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("task", ["gpt2", "bert-large"])
+def test_a_layout_of_images_is_refused_where_there_are_none(task: str) -> None:
+    with pytest.raises(InputError, match="--channels-last is for the images"):
+        simulate(task, "dp_replicate=1", "1 a100-sxm-80gb", global_batch=2, seq=16, channels_last=True)

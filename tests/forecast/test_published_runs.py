@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise import simulate
+from shardwise import plan, simulate
+from shardwise.cluster import Cluster
+from shardwise.planner.door import subject_of
 
 H100 = "h100-sxm-80gb"
 LATER = "schedule=interleaved1f1b"
@@ -85,3 +87,67 @@ def test_fp4_is_faster_than_fp8_where_a_device_has_it() -> None:
     assert eight.tokens_per_s is not None and four.tokens_per_s is not None
     assert [eight.tokens_per_s / 64, four.tokens_per_s / 64] == pytest.approx([4596, 6798], rel=0.09)
     assert four.worst.terms["weights in FP4"] == pytest.approx(eight.worst.terms["weights in FP8"] / 2)
+
+
+# pytorch/torchtune, README.md of October 2024, 2 samples of 2048 for each device: GiB, without state that bitsandbytes
+# pages in memory of its own. What its table calls an A6000 multiplied more than an RTX A6000 can (143 TFLOP/s of 123)
+TUNE = (
+    ("llama3-8b", "remat=full,optimizer_state=8bit,offload=optimizer", "1 rtx-4090", 2, "torchtune-in-backward", 18.9),
+    ("llama3-8b", "optimizer_state=8bit,offload=optimizer", "1 rtx-6000-ada", 2, "torchtune-in-backward", 37.4),
+    ("llama3-70b", "dp_shard=8,zero=3,remat=full,offload=parameters", "8 a100-sxm-80gb", 16, "torchtune", 13.9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "plan", "cluster", "batch", "software", "gib"), TUNE)
+def test_torchtune_fits_on_one_card_and_on_eight(
+    model: str, plan: str, cluster: str, batch: int, software: str, gib: float
+) -> None:
+    forecast = simulate(model, plan, cluster, global_batch=batch, seq=2048, software=software)
+    assert forecast.worst.allocated / 2**30 == pytest.approx(gib, rel=0.07)
+
+
+def test_torchtune_updates_70b_on_the_host_as_it_did() -> None:
+    """The same table: 1,568 tokens/s of eight A100."""
+    forecast = simulate(*TUNE[2][:3], global_batch=16, seq=2048, software="torchtune")
+    assert forecast.tokens_per_s == pytest.approx(1568, rel=0.05)
+
+
+def test_gradients_are_held_one_at_a_time_where_each_is_used_at_once() -> None:
+    whole, freed = (
+        simulate("llama3-8b", plan, "1 h100-sxm-80gb", global_batch=2, seq=2048, software="torchtune-in-backward")
+        for plan in ("accumulate=2", "")
+    )
+    assert whole.worst.terms["gradients"] == 2 * 8_030_261_248
+    assert freed.worst.terms["gradients"] == 2 * 128256 * 4096
+
+
+@pytest.mark.parametrize("software", ["shardwise", "megatron-core"])
+def test_all_in_bf16_is_taken_at_its_word(software: str) -> None:
+    """Weights, gradients and Adam's state of two bytes each, whatever else the software keeps."""
+    forecast = simulate(
+        "llama3-8b", "precision=bf16-full", "1 h100-sxm-80gb", global_batch=1, seq=128, software=software
+    )
+    held = sum(forecast.worst.terms.get(name, 0.0) for name in ("weights", "gradients", "master", "optimizer"))
+    assert held == pytest.approx(8 * 8_030_261_248)
+
+
+@pytest.mark.parametrize(("device", "rate"), [("v100-sxm2-32gb", "10.7"), ("t4", "2.4")])
+def test_bf16_is_slow_where_no_tensor_core_takes_it(device: str, rate: str) -> None:
+    """Products of 8192 in bf16 and fp16: zzc0721/torch-performance-test-data, issue 140 and database.md."""
+    fast, slow = (
+        simulate("gpt2", f"precision={name}", f"1 {device}", global_batch=4, seq=1024) for name in ("fp16", "bf16")
+    )
+    assert slow.step_s > 4 * fast.step_s
+    assert f"{rate} TFLOP/s" in slow.basis["products"]
+    assert f"{rate} TFLOP/s" not in fast.basis["products"]
+
+
+def test_devices_whose_tensor_cores_take_no_bf16_are_planned_in_fp16() -> None:
+    asked = {"global_batch": 8, "seq": 1024}
+    assert plan("gpt2", "2 v100-sxm2-32gb", **asked).best.plan.precision == "fp16"
+    assert plan("gpt2", "2 a10", **asked).best.plan.precision == "bf16"
+    assert simulate("gpt2", "dp_replicate=2", "2 t4", **asked).step_s == pytest.approx(
+        simulate("gpt2", "dp_replicate=2,precision=fp16", "2 t4", **asked).step_s
+    )
+    told = subject_of("gpt2", Cluster.parse("2 t4"), precision="bf16", **asked).remarks
+    assert told and "precision=fp16" in told[0]

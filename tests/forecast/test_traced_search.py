@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import Task
+from shardwise import InputError, Task, plan
 from shardwise.cluster import Cluster, Figure
+from shardwise.costs.layout import of_plan
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.software import software
 from shardwise.layout import Plan
@@ -465,3 +466,29 @@ def test_frozen_weights_are_neither_reduced_nor_published() -> None:
     plans = ("dp_shard=8,zero=1,precision=bf16", "dp_shard=8,zero=3,precision=bf16")
     one, three = (subject.simulate(layout_of(Plan.parse(text), subject)).parts[named] for text in plans)
     assert one < 1e-3 and three > 2 * one, "64 thousand weights of 17 million"
+
+
+def test_what_cannot_hold_its_weights_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rehearsed(*_: object) -> None:
+        raise AssertionError("rehearsed")
+
+    monkeypatch.setattr(Traced, "_rehearsed", rehearsed)
+    wide = Task(
+        model=lambda: torch.nn.Linear(100_000, 200_000, bias=False), batch=lambda step: torch.zeros(4, 100_000),
+        loss=lambda y, batch: (y.sum(), len(batch)), name="wide",
+    )  # fmt: skip
+    asked = Constraints(fixed=(("offload", "none"),))
+    with pytest.raises(InputError, match=r"needs at least 2\d\.\d GB of"):  # 40 GB of weights over two ranks
+        plan(wide, "2 t4", global_batch=4, precision="fp16", constraints=asked)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2", "pp=2,microbatches=2", "tp=2,dp_shard=2"]
+)
+def test_weights_alone_are_no_more_than_a_rank_holds(text: str) -> None:
+    small = Cluster.parse("4 a100-sxm-80gb")
+    small = replace(small, device=replace(small.device, memory_gb=Figure(1e-9, "given", "")))
+    traced = Traced(tasks.decoder(), small, software("shardwise"), "bf16", (2, 2), True)
+    layout = of_plan(Plan.parse(text), global_batch=8, seq=1, uneven=True)
+    held = max(ledger.allocated for ledger in traced.ledgers(layout, 8))
+    assert 0 < traced.weights_alone(layout) < held

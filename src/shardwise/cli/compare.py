@@ -48,7 +48,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
         texts = [text for part in plans.split(";") if (text := part.strip())]
         for number, text in enumerate(texts, 1):
             say(f"compare: forecasting {text} ({number} of {len(texts)})")
-            parsed = plan_for(task, text)
+            parsed = plan_for(task, text, cluster.device)
             cells, fields = _forecast_row(task, cluster, parsed, words)
             if words["measure"]:
                 say(f"compare: running {text} on this machine ({number} of {len(texts)})")

@@ -45,6 +45,7 @@ def maybe_where(function: Callable, *, required: bool = False) -> Callable:
             "--randomness", type=click.Choice(["global", "fast"]), default="global", show_default=True,
             help="Of dropout, as train.randomness: one process's, or each rank's own.",
         ),
+        click.option("--channels-last/--no-channels-last", default=None, help="Of a configuration's images: on GPUs."),
         click.option("--lora", type=WholeNumber(min=1), metavar="RANK", help="With adapters, as --set lora.rank=RANK."),
         click.option("--set", "overrides", multiple=True, metavar="lora.KEY=VALUE", help="Set a key of [lora]."),
     )  # fmt: skip
@@ -90,7 +91,7 @@ def subject_and_batch(
     subject = subject_of(
         adapted(task, words), cluster,
         global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
-        plan=plan, say=say or silent, randomness=words["randomness"],
+        plan=plan, say=say or silent, randomness=words["randomness"], channels_last=words["channels_last"],
     )  # fmt: skip
     of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if is_shape(task) else ""
     return subject, f"{subject.global_batch} samples{of}"

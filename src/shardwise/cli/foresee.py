@@ -54,7 +54,7 @@ def _goodput(
 @maybe_where
 @click.option("--from", "foreign", callback=given, metavar="FILE", help="Translate DeepSpeed's or Accelerate's file.")
 @click.option("--ranks", type=WholeNumber(min=1), help="With --from: how many ranks, where the file does not say.")
-@click.option("--precision", default="bf16", show_default=True, help="precision of the plans.")
+@click.option("--precision", help="precision of the plans: bf16, or fp16 where tensor cores take no bf16.")
 @click.option("--max-tp", type=WholeNumber(min=1), help="Largest tensor-parallel degree.")
 @click.option("--max-pp", type=WholeNumber(min=1), help="Largest pipeline degree.")
 @click.option("--max-cp", type=WholeNumber(min=1), help="Largest context-parallel degree.")
@@ -111,7 +111,7 @@ def plan(answer: Answer, task: str | None, **words: Any) -> None:
         constraints = Constraints(
             tuple(limits.items()), fixed, words["min_memory_headroom"], check if words["runnable"] else None
         )
-        precision = constraints.precision(words["precision"])
+        precision = constraints.precision(words["precision"] or cluster.device.half)
         subject, batch = subject_and_batch(task, cluster, words, precision, say=say)
         result = search_plans(
             subject, cluster, constraints, precision=precision, say=say,
@@ -218,7 +218,8 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         from shardwise.planner.proposal_text import forecast_lines, lacking, rank_map
         from shardwise.simulator import step_page, timeline
 
-        cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
+        cluster = Cluster.parse(words["cluster"])
+        parsed = plan_for(task, plan_text, cluster.device)
         answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
         check_plan(parsed, cluster)
         subject, batch = subject_and_batch(task, cluster, words, parsed.precision, parsed, say)

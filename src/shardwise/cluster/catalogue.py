@@ -63,6 +63,7 @@ def device(name: str) -> tuple[Device, Tier]:
     described = Device(
         name=key,
         sustained_bf16_tflops=figure("sustained_bf16_tflops"),
+        own_bf16_tflops=figure("own_bf16_tflops"),
         fp32_tflops=figure("fp32_tflops"),
         tf32_tflops=figure("tf32_tflops"),
         host_gbps=figure("host_gbps"),

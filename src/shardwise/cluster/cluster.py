@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ OPTIONAL = (
     "fp8_tflops",
     "fp4_tflops",
     "sustained_bf16_tflops",
+    "own_bf16_tflops",
     "fp32_tflops",
     "tf32_tflops",
     "host_gbps",
@@ -64,6 +65,8 @@ class Device:
     fp8_tflops: Figure | None = None
     fp4_tflops: Figure | None = None
     sustained_bf16_tflops: Figure | None = None  # best matrix product at steady clocks
+    # of large products in bf16, where tensor cores take fp16 alone, or faster: then the two others are fp16's
+    own_bf16_tflops: Figure | None = None
     host_gbps: Figure | None = None
     disk_gbps: Figure | None = None
     op_us: Figure | None = None  # what an op costs besides its work, in eager PyTorch
@@ -76,6 +79,11 @@ class Device:
     table: str = ""  # under which name matrix products and collectives are tabulated
     products_of: str = ""  # whose table says how products hang on their shape, where this device has none
     kind: str = "cuda"  # cuda or cpu
+
+    @property
+    def half(self) -> str:
+        """Returns the precision of 16 bits in which the device is fastest, "bf16" where both are alike."""
+        return "bf16" if self.own_bf16_tflops is None else "fp16"
 
     @property
     def memory_bytes(self) -> float:
@@ -143,6 +151,13 @@ class Cluster:
             if span <= size:
                 return index
         return len(self.tiers) - 1
+
+    def computing(self, dtype: str) -> Cluster:
+        """Returns the cluster with its devices' rate in a dtype of 16 bits, where bf16's is not that of fp16."""
+        own = self.device.own_bf16_tflops
+        if dtype != "bf16" or own is None:
+            return self
+        return replace(self, device=replace(self.device, bf16_tflops=own, sustained_bf16_tflops=own))
 
     @classmethod
     def parse(cls, text: str | Cluster) -> Cluster:

@@ -26,6 +26,7 @@ from shardwise.layout.offload import TIERS, in_tier, weights_on_host
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
 COPIES = "copies for the optimizer"  # of gradients, and of state that rests by a code
+WEIGHTS_ALONE = "weights alone"  # in place of a peak, where nothing else was counted
 WRITTEN_SCORES = 2**26  # of a ring's block that this package writes at a time (parallel/sequence/block_attention)
 
 
@@ -218,6 +219,8 @@ def rank_memory(
     full = STATES[precision or software.states]
     over = layout.shard_ranks if layout.sharded.state else 1
     largest = max(shape.vocab * (first or last), shape.ffn) * shape.hidden / layout.tp / over
+    if software.in_backward and layout.n_micro * layout.rounds == 1:
+        terms["gradients"] = min(terms["gradients"], largest * full.gradient)
     copies = terms.pop(COPIES) + decoded(full, layout, sum(parameters.values()) / over, largest)
     like_all = layers - dense + (shape.ahead if last else 0)
     kept = _of_layer(shape, layout, software)[0] * like_all

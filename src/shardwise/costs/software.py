@@ -120,6 +120,7 @@ class Software:
     cut_logit_bytes  the same where tp cuts the vocabulary and that takes other operations, else 0
     kept_gathered    matrices over the vocabulary that ZeRO-3 keeps gathered from forward to backward, as FSDP does with
                      what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
+    in_backward      each parameter is updated as soon as its gradient is there, which is then freed
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
     fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
     """
@@ -163,6 +164,7 @@ class Software:
     logit_peak_bytes: float = 14.0
     cut_logit_bytes: float = 0.0
     kept_gathered: int = 0
+    in_backward: bool = False
     workspace_bytes: float = 0.0
     fp8: str = ""
     source: str = ""
@@ -250,15 +252,6 @@ SOFTWARE: dict[str, Software] = {
             states="bf16-deepspeed",
             source="Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that copies "
             "each gradient into float32 and adds that to its sum (deepspeed/runtime/bf16_optimizer.py)",
-        ),
-        Software(
-            "megatron-flash",
-            attention="flash2",
-            overlap_dp=False,
-            loss="parallel",
-            states="bf16",
-            logit_peak_bytes=6.0,
-            source="Megatron-LM of 2023 with --use-flash-attn, before Transformer Engine: nothing overlaps",
         ),
         Software(
             "megatron-core",
@@ -376,6 +369,11 @@ SOFTWARE: dict[str, Software] = {
 # The same software at another time, or with another switch: (name, of which, what differs)
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
+        "megatron-flash", "megatron-2021",
+        {"attention": "flash2", "split_sends": False, "grad_reduce_bytes": 4.0, "logit_peak_bytes": 6.0, "source":
+         "Megatron-LM of 2023 with --use-flash-attn, before Transformer Engine: nothing overlaps"},
+    ),
+    (
         "megatron-core-unfused-loss", "megatron-core",
         {"loss": "parallel", "source": "the same with the cross-entropy of its defaults: a float32 copy of the logits "
          "that becomes softmax and gradient in place"},
@@ -406,8 +404,16 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
          "since April 2025: the loss is compiled too (pull request 1033): logits are read in bf16, their gradient is "
          "written; embedding and output matrix are units of their own"},
     ),
+    (
+        "torchtune", "torchtitan",
+        {"states": "bf16-full", "grad_reduce_bytes": 2.0, "logit_peak_bytes": 2 + 2 + 8 / 8, "cut_logit_bytes": 0.0,
+         "kept_gathered": 0, "source": "torchtune, compiled: all in bf16; embedding and output matrix are units of "
+         "their own; a loss in eight chunks, whose logits stay in bf16 (CEWithChunkedOutputLoss)"},
+    ),
+    ("torchtune-in-backward", "torchtune", {"in_backward": True, "source": "torchtune with optimizer_in_bwd"}),
 )  # fmt: skip
-SOFTWARE |= {name: replace(SOFTWARE[of], name=name, **changes) for name, of, changes in VARIANTS}
+for _name, _of, _changes in VARIANTS:  # some are variants of others
+    SOFTWARE[_name] = replace(SOFTWARE[_of], name=_name, **_changes)
 
 
 def software(name: str) -> Software:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,10 @@ from shardwise.task import Task
 
 NEAR = 2e-3  # of the parameters: a norm more or less in a layer is not told apart by numbers
 OWN = "give the model as a task of your own (module:name), and its own forward is traced"
+CHANNELS_LAST = (
+    "images in channels_last, as nets of convolutions are trained (--no-channels-last: as transformers builds them): "
+    "hf.task(..., model=lambda base: base.to(memory_format=torch.channels_last))"
+)
 COMPANIONS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}  # what tokenizers make beside the ids
 WIDTHS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel")  # of a spectrogram's column
 IMAGE = 224  # pixels, where nothing says how many
@@ -74,6 +78,7 @@ class Configured:
     head     of `HEADS`
     notes    what was taken for granted
     hint     where none of the samples is taken
+    of_images  whether its main input is
     """
 
     tasks: tuple[Task, ...]
@@ -81,11 +86,13 @@ class Configured:
     head: str
     notes: tuple[str, ...]
     hint: str = ""
+    of_images: bool = False
 
 
-def configured(path: Any, seq: int | None) -> Configured:
+def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Configured:
     """Returns the model of a `config.json` (the file, its folder, or the object) as a task, on samples of `seq` tokens.
 
+    channels_last  a model of images has its weights, and so what its convolutions compute, in that layout
     Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
     """
     # a copy, since fields of it are set below
@@ -95,15 +102,17 @@ def configured(path: Any, seq: int | None) -> Configured:
     _refuse_absent(kind, path)
     if getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token it is makes no difference here
-    if head == BASE:
-        fields = {**settings_of_base(config), "model": partial(build_base, config)}
-    else:
-        fields = {**settings(config, head), "model": partial(build_model, config, head)}
+    build = partial(build_base, config) if head == BASE else partial(build_model, config, head)
+    of_images = main_input(kind) == "pixel_values"
+    if channels_last and of_images:
+        build = partial(in_channels_last, build)
+        notes.append(CHANNELS_LAST)
+    fields = {**(settings_of_base(config) if head == BASE else settings(config, head)), "model": build}
     examples = list(samples(config, kind, labels, seq, path, notes))
     tasks = tuple(Task(data=MadeUp(example), **fields) for example in examples)
     sound = seq is not None and "input_ids" not in examples[0] and labels != "decoder"
     hint = "; without --seq it is given the length that it names itself, if any" if sound else ""
-    return Configured(tasks, tuple(map(sizes_of, examples)), head, tuple(notes), hint)
+    return Configured(tasks, tuple(map(sizes_of, examples)), head, tuple(notes), hint, of_images)
 
 
 def head_of(config: Any, path: str) -> tuple[str, list[str]]:
@@ -292,6 +301,11 @@ def build_base(config: Any) -> nn.Module:
         if hasattr(part, "use_cache"):
             part.use_cache = False
     return transformers.AutoModel.from_config(config, dtype=torch.float32)
+
+
+def in_channels_last(build: Callable[[], nn.Module]) -> nn.Module:
+    """Builds a model with its weights of four dims in channels_last, in which their convolutions then compute."""
+    return build().to(memory_format=torch.channels_last)
 
 
 def made_up_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.adapters import with_lora
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Device
 from shardwise.cluster.catalogue import configuration
 from shardwise.config import BUILTINS
 from shardwise.config.schema import LoraSection
@@ -20,6 +20,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan, check
+from shardwise.layout.precisions import PRECISIONS
 from shardwise.planner import decoders
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.proposal_text import Search
@@ -33,6 +34,12 @@ from shardwise.task_names import AdaptedTask, resolve_task
 
 if TYPE_CHECKING:
     from shardwise.random import Randomness
+
+
+SLOW_BF16 = (
+    "precision={precision}: {device.name} computes large products in bf16 at {device.own_bf16_tflops.value:g} TFLOP/s, "
+    "of {device.bf16_tflops.value:g} in fp16, which its tensor cores take: precision=fp16"
+)
 
 
 def is_shape(task: str | Task | Callable[[], Task]) -> bool:
@@ -53,6 +60,7 @@ def subject_of(
     plan: Plan | None = None,
     say: Say = silent,
     randomness: Randomness = "global",
+    channels_last: bool | None = None,
 ) -> Subject:
     """Returns the `Subject` of a catalogue name, a `config.json`, or any other task, which is traced.
 
@@ -61,6 +69,7 @@ def subject_of(
     plan  the only one that will be asked about: a task is traced with its micro-batch then
     say   is told what is being traced
     randomness  as in `parallelize`: of dropout in a module that is traced
+    channels_last  the layout of a configured model's images: by default on accelerators
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
@@ -70,7 +79,9 @@ def subject_of(
             f"-mxfp8, -nvfp4) forecasts it for a decoder by its numbers, under precision=bf16"
         )
     soft, precision = software(software_name), Plan(precision=precision).precision
-    where = _Where(cluster, soft, precision, plan, say, randomness)
+    own = cluster.computing(PRECISIONS[precision].compute)
+    told = () if own is cluster else (SLOW_BF16.format(precision=precision, device=cluster.device),)
+    where = _Where(own, soft, precision, plan, say, randomness, channels_last, told)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
     if isinstance(task, AdaptedTask) and is_shape(task.reference):
@@ -78,6 +89,7 @@ def subject_of(
     if not is_shape(task):
         if length is not None:
             raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
+        where.refuse_layout("a task of your own, which has the layout that its model has")
         return where.traced(resolve_task(task), samples)
     assert isinstance(task, str)
     if not (task.endswith(".json") or Path(task).is_dir()):
@@ -99,14 +111,23 @@ class _Where:
     plan: Plan | None
     say: Say
     randomness: Randomness
+    channels_last: bool | None
+    remarks: tuple[str, ...] = ()
+
+    def refuse_layout(self, what: str) -> None:
+        """Raise `InputError` where a layout of images is asked for, and `what` is forecast, which has none."""
+        if self.channels_last is not None:
+            raise InputError(f"--channels-last is for the images of a configuration, not for {what}: leave it out")
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
         """Returns the subject of a decoder that is forecast from its numbers alone."""
+        self.refuse_layout(name)
         if self.randomness != "global":
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
         if length is None or samples is None:
             raise InputError(f"{name} is a decoder by its numbers: give --seq and --global-batch")
-        return decoder(shape, self.cluster, self.software, samples, length, self.precision)
+        subject = decoder(shape, self.cluster, self.software, samples, length, self.precision)
+        return replace(subject, remarks=self.remarks)
 
     def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
         """Returns the subject of a task whose module is traced."""
@@ -119,6 +140,7 @@ class _Where:
                 f"{self.software.name.removesuffix(recipe.suffix)}"
             )
         where = (self.cluster, self.software, samples, self.precision)
+        remarks = (*self.remarks, *remarks)
         if self.plan is None:
             return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
         layout = of_plan(self.plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
@@ -149,7 +171,7 @@ class _Where:
             remarks, other = differs(path, shape)
             if other:
                 return self._built(path, samples, length, *remarks)
-        return replace(self.by_numbers(path, shape, samples, length), remarks=tuple(remarks))
+        return replace(self.by_numbers(path, shape, samples, length), remarks=(*self.remarks, *remarks))
 
     def adapted(self, named: str, lora: LoraSection, samples: int | None, length: int | None) -> Subject:
         """Returns the subject of a model without data, with adapters: its modules are built and traced."""
@@ -186,7 +208,10 @@ class _Where:
 
         if samples is None:
             raise InputError(f"{path} is a model without data of its own: give --global-batch")
-        made = configured(path if config is None else config, length)
+        last = self.cluster.device.kind != "cpu" if self.channels_last is None else self.channels_last
+        made = configured(path if config is None else config, length, channels_last=last)
+        if not made.of_images:
+            self.refuse_layout(f"{path}, which has none")
         errors: list[InputError] = []
         for task, sample in zip(made.tasks, made.samples, strict=True):
             try:
@@ -200,13 +225,13 @@ class _Where:
         raise InputError(f"{path} ({made.tasks[0].name}) on {made.samples[0]}: {errors[0]}{made.hint}") from errors[0]
 
 
-def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan) -> Plan:
-    """Returns the parsed plan; bf16 where `plan` is a text without a precision and `task` a model without data."""
+def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan, device: Device) -> Plan:
+    """Returns the parsed plan; in the device's 16 bits where its text has no precision and `task` no data."""
     parsed = Plan.parse(plan)
     if isinstance(plan, Plan) or not is_shape(task):
         return parsed
     said = Path(plan.strip()).read_text() if plan.strip().endswith(".toml") else plan
-    return parsed if "precision" in said else parsed.with_(precision="bf16")
+    return parsed if "precision" in said else parsed.with_(precision=device.half)
 
 
 def check_plan(plan: Plan, cluster: Cluster) -> None:
@@ -227,10 +252,11 @@ def plan(
     *,
     global_batch: int | str | None = None,
     seq: int | str | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     software: str = "shardwise",
     randomness: Randomness = "global",
     constraints: Constraints | None = None,
+    channels_last: bool | None = None,
 ) -> Search:
     """Returns every plan that fits, fastest first, and why the other families lost; nothing is run.
 
@@ -238,15 +264,17 @@ def plan(
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
     global_batch  samples of a step, or text such as "16M-tokens"
     seq           tokens of a sample, for a name or a configuration that reads them
+    precision     of the plans: by default bf16, fp16 where the devices' tensor cores take no bf16
     randomness    as in `parallelize`: whether dropout is one process's, which a GPU's fused attention is not
+    channels_last  whether a configured model's images are so, as by default on accelerators
 
     Raises `InputError` where no plan fits, with the nearest.
     """
     where = Cluster.parse(cluster)
-    precision = (constraints or Constraints()).precision(precision)
+    precision = (constraints or Constraints()).precision(precision or where.device.half)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=precision, software_name=software,
-        randomness=randomness,
+        randomness=randomness, channels_last=channels_last,
     )  # fmt: skip
     return search(subject, where, constraints, precision=precision)
 
@@ -260,13 +288,15 @@ def simulate(
     seq: int | str | None = None,
     software: str = "shardwise",
     randomness: Randomness = "global",
+    channels_last: bool | None = None,
 ) -> Forecast:
     """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure."""
-    where, parsed = Cluster.parse(cluster), plan_for(task, plan)
+    where = Cluster.parse(cluster)
+    parsed = plan_for(task, plan, where.device)
     check_plan(parsed, where)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software,
-        plan=parsed, randomness=randomness,
+        plan=parsed, randomness=randomness, channels_last=channels_last,
     )  # fmt: skip
     return possible(subject.simulate(layout_of(parsed, subject)))
 

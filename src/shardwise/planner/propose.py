@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.costs.memory import CONTEXT_BYTES, WEIGHTS_ALONE
 from shardwise.costs.offload import disk_rate
 from shardwise.costs.room import Room
 from shardwise.costs.units import bytes_text, seconds_text
@@ -104,10 +104,12 @@ def search(
         further = "; a search goes further with --max-tp, --max-pp, --max-cp and --fix" if subject.unsearched else ""
         if looked.crowded is not None:
             raise InputError(no_host(*looked.crowded, looked.considered, subject, cluster, precision))
+        alone = subject.memory(layout).peak == WEIGHTS_ALONE  # adapters would not help then
+        least, adapters = ("at least ", "") if alone else ("", _by_adapters(subject, layout, needed))
         raise InputError(
             f"no plan fits of {looked.considered:,} that were looked at: the nearest, {plan_of(layout, precision)}, "
-            f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device, of whose memory "
-            f"{constraints.headroom:.0%} is kept free{further}{_by_adapters(subject, layout, needed)}. "
+            f"needs {least}{bytes_text(needed)} of {bytes_text(capacity)} on each device, of whose memory "
+            f"{constraints.headroom:.0%} is kept free{further}{adapters}. "
             + (fewer or "Use more devices, or a smaller batch or sequence")
         )
     result = _ranked(subject, looked, precision, capacity, say)

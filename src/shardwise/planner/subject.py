@@ -65,7 +65,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
             f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "
             f"not {precision}; a task of your own is traced in any precision"
         )
-    if soft.name == "shardwise":  # the others have one policy each
+    if soft.name == "shardwise" or precision == "bf16-full":  # the others have one policy beside masters in float32
         soft = replace(soft, states=precision if precision in STATES else "bf16")
     estimators = cache(partial(Estimator, shape, cluster))
     node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size

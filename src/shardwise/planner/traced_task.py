@@ -12,7 +12,7 @@ from typing import cast
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
+from shardwise.costs.memory import CONTEXT_BYTES, WEIGHTS_ALONE, MemoryLedger
 from shardwise.costs.offload import refuse as refuse_offload
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.optimizer import Nature, try_out
@@ -20,7 +20,7 @@ from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import deal
-from shardwise.layout.offload import of_class
+from shardwise.layout.offload import of_class, placements
 from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.part.pairs import shapes_outside
 from shardwise.planner.candidates import Constraints
@@ -317,9 +317,9 @@ class Traced:
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
         """Whether a layout of data ranks alone can be traced; a remark says why not."""
-        if self._cuts(layout).differ or layout.sharded.state:
-            return self.can_cut(layout, batch) and self.can_recompute(layout.recompute)
-        return self.can_recompute(layout.recompute)
+        cut = self._cuts(layout).differ or layout.sharded.state
+        can = self.can_cut(layout, batch) if cut else True
+        return can and bool(self.weights_alone(layout) or self.can_recompute(layout.recompute))
 
     def _refuse(self, layout: Layout) -> None:
         """Raises `RefusedPlan` for compiled draws, offload, and optimizers that cannot update what a rank holds."""
@@ -328,10 +328,20 @@ class Traced:
         refuse_offload(layout, traced=True)
         refuse_optimizer(self.nature, layout.sharded, layout.tp, layout.ep, layout.pp)
 
+    def weights_alone(self, layout: Layout) -> float:
+        """Returns the bytes of weights on a rank, at least, where they alone are more than its device has; else 0."""
+        if placements(layout.offload, "parameters"):
+            return 0.0
+        ranks = layout.tp * layout.pp * layout.ep * (layout.shard_ranks if layout.sharded.weights else 1)
+        least = self.first.parameters / ranks * policy(self.precision, 0.0, layout).weight
+        return least if least > self.cluster.device.memory_bytes else 0.0
+
     def can_cut(self, layout: Layout, batch: int) -> bool:
         """Returns whether a search may try a cut layout; where not, a remark says why."""
         try:
             self._refuse(layout)
+            if self.weights_alone(layout):  # nothing of it need be known
+                return True
             if self._cuts(layout).differ:
                 self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
@@ -341,7 +351,9 @@ class Traced:
         return True
 
     def memory(self, layout: Layout, batch: int) -> MemoryLedger:
-        """Returns the memory of the rank that needs most."""
+        """Returns the memory of the rank that needs most; of one that cannot hold its weights, these alone."""
+        if least := self.weights_alone(layout):
+            return MemoryLedger({"weights": least}, WEIGHTS_ALONE)
         return max(self.ledgers(layout, batch), key=lambda ledger: ledger.allocated)
 
     def ledgers(self, layout: Layout, batch: int) -> list[MemoryLedger]:
