@@ -36,6 +36,7 @@ EQUAL = {
         sparse_gradients               FULL | REPLICAS
         weight_used_outside            FULL pp=2,dp_shard=2,zero=3,microbatches=2 | FLAT HYBRID FULL,remat=full
         table_for_eval                 ZERO3
+        weight_used_outside_of_one_module FULL
         weight_of_a_block_in_the_output FULL
         two_names                      FULL
         reentrant_twice                REPLICAS | FLAT
@@ -164,7 +165,6 @@ REFUSED = [
     ("module_tasks:gradient_hook", "REPLICAS", "puts a hook on the gradient of parameter 'weight'"),
     ("module_tasks:shared_memory", "REPLICAS", "'part' shares memory with 'whole'"),
     ("module_tasks:sparse_adam", "REPLICAS", "as every plan makes them, dense and"),
-    ("module_tasks:weight_used_outside_of_one_module", "FULL", "which cannot be sharded anew"),
     ("module_tasks:tied_reentrant", "pp=2,schedule=zbh1", "use a schedule that does not split"),
     ("module_tasks:reentrant_twice", "FULL", "more than once under a reentrant checkpoint"),
     ("module_tasks:pairs_of_logits", "REPLICAS", "compute what compares samples"),

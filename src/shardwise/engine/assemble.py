@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.optimizer import make_optimizer, try_out
 from shardwise.engine.recipe import Applied, apply_plan, trainable
-from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh
-from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import pairs_in
 from shardwise.precision import Precision
 from shardwise.ranks import local_size
@@ -49,7 +44,7 @@ def assemble(
     Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that the plan cannot spread.
     """
     precision = Precision.of(plan)
-    applied = apply_plan(_anew(task) if enclosed else task, plan, mesh, precision, seed, few, samples, enclosed)
+    applied = apply_plan(task, plan, mesh, precision, seed, few, samples, enclosed)
     named, pairs = trainable(applied.module), pairs_in(applied.module)
     names = [name for name, _ in named]
     forward, staged = _forward(task, mesh, precision, applied)
@@ -74,18 +69,6 @@ def assemble(
         notices=notices, order=applied.order, chunks=applied.chunks, pairs=pairs, read=applied.read,
         activations=applied.activations, shards=applied.shards,
     )  # fmt: skip
-
-
-def _anew(task: Task) -> Task:
-    """Returns the task with a constructor that raises where it gives a module that an attempt before has sharded."""
-
-    def model() -> nn.Module:
-        made = task.model()
-        if any(isinstance(child, FSDPModule) for child in made.modules()):
-            raise RefusedPlan(f"{USED_OUTSIDE} (Task.model gives one module each time, which cannot be sharded anew)")
-        return made
-
-    return replace(task, model=model)
 
 
 def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> tuple[Forward, StagedForward | None]:
