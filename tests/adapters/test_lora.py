@@ -123,7 +123,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
     "whole": {"targets": ["q_proj"], "whole": ["model.norm"]},
 }  # fmt: skip
-QUICK = (("rslora", PLANS[1]), ("dora", "tp=2"))
+QUICK = (("rslora", PLANS[1]), ("dora", "tp=2"), ("lora", "position_chunks=2,remat=full"))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ QUICK = (("rslora", PLANS[1]), ("dora", "tp=2"))
     [
         pytest.param(kind, plan, marks=[] if (kind, plan) in QUICK else [pytest.mark.long])
         for kind in KINDS
-        for plan in PLANS
+        for plan in (*PLANS, "position_chunks=2,remat=full")
     ],
 )
 def test_adapters_train_like_one_process(kind: str, plan: str, folder: Path, pool: RankPool) -> None:

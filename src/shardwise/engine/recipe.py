@@ -200,7 +200,8 @@ def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -
     chunks = Chunks(plan.position_chunks)
     stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
     # before recompute and compile, which wrap the forwards as they are then
-    chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, [stack.path for stack in stacks])
+    sending = [stack.path for stack in stacks]
+    chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, sending, recomputed=plan.remat != "none")
     return chunks
 
 

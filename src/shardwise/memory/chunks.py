@@ -89,18 +89,22 @@ class Chunks(ChunkCounts):
 
 
 def chunked_forwards(
-    module: nn.Module, blocks: Iterable[str], chunks: Chunks, leaves_whole: bool, sending: Iterable[str] = ()
-) -> None:
+    module: nn.Module, blocks: Iterable[str], chunks: Chunks, leaves_whole: bool, sending: Iterable[str] = (), *,
+    recomputed: bool = False,
+) -> None:  # fmt: skip
     """Make a module's forward, and each block's that recompute runs again, compute wide tensors in chunks.
 
     leaves_whole  what the module or a block returns: where its weights are there while it runs alone (zero=3)
     sending       paths of modules of experts, which hand rows to other ranks
+    recomputed    whether blocks run again in backward: what waits beyond one would be computed outside of it in the
+                  forward and nowhere in the second run, which then keeps other tensors
     """
     for child in map(module.get_submodule, sending):
         child.forward = _with_values(child.forward)
     chunks.paths = {id(child): path for path, child in module.named_modules()}
     for block in {id(block): block for block in map(module.get_submodule, blocks)}.values():
-        block.forward = chunks.inside(block.forward, leaves_whole=leaves_whole)
+        forward = _with_values(block.forward) if recomputed else block.forward
+        block.forward = chunks.inside(forward, leaves_whole=leaves_whole)
     # a block is wrapped by itself as well, since recompute runs it without the module's forward around it
     if module not in map(module.get_submodule, blocks):
         module.forward = chunks.inside(module.forward, leaves_whole=leaves_whole)
@@ -113,7 +117,7 @@ def given_values(units: Iterable[nn.Module]) -> None:
 
 
 def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward whose waiting arguments and results are computed: experts send their rows to other ranks.
+    """Returns a forward whose waiting arguments and results are computed, as experts need that send their rows on.
 
     Between the two tensors may wait.
     """

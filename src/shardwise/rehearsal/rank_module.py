@@ -78,11 +78,13 @@ class RankModule:
             compute_own_rows(model, stacks)
         if cut is not None:
             blocks = cut.here(model, blocks)
+        recomputed = self.shares.cuts.recompute != "none"
         if self.shares.cuts.position_chunks > 1:
             chunks = Chunks(self.shares.cuts.position_chunks)
             sending = [stack.path for stack in stacks]
-            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.sharded.weights, sending)
-        if self.shares.cuts.recompute != "none":
+            weights = self.shares.cuts.sharded.weights
+            chunked_forwards(model, blocks.paths, chunks, weights, sending, recomputed=recomputed)
+        if recomputed:
             # a block under two paths is wrapped once
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)
