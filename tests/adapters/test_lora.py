@@ -123,7 +123,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
     "whole": {"targets": ["q_proj"], "whole": ["model.norm"]},
 }  # fmt: skip
-QUICK = (("rslora", PLANS[1]), ("dora", "tp=2"), ("lora", "position_chunks=2,remat=full"))
+QUICK = (("rslora", PLANS[1]), ("dora", "tp=2"))
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,7 @@ LONG = pytest.mark.long
         (M + "decoder", "tp=2,sp=true,position_chunks=2"),
         (S + "averaged", "dp_shard=2,zero=3,position_chunks=3"),
         (S + "averaged", "cp=2,position_chunks=2"),
+        (S + "low_rank", "tp=2,position_chunks=2,remat=full"),
         (M + "decoder", "cp=2,cp_ulysses=2,position_chunks=3"),
         (M + "moe", "cp_ulysses=2,zero=3,position_chunks=3"),
         (M + "moe", "dp_shard=2,ep=2,zero=1,position_chunks=3"),

@@ -654,6 +654,30 @@ def averaged() -> Task:
     return replace(decoder(), model=WideHead, loss=_mean_of_next)
 
 
+class LowRank(Block):
+    """A block whose last product widens its rows, as that of a low-rank adapter does."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 4, 4, False, True)
+        self.narrow, self.wide = nn.Linear(16, 3), nn.Linear(3, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        x = super().forward(x, mask)
+        return x + self.wide(self.narrow(x).tanh())
+
+
+class LowRankBlocks(WideHead):
+    """Two of them before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([LowRank(), LowRank()])
+
+
+def low_rank() -> Task:
+    return replace(averaged(), model=LowRankBlocks)
+
+
 class Freezing(PositionWise):
     """One layer is trained no more, which its forward says each time."""
 
