@@ -12,6 +12,7 @@ from mutations.plant import BuggyPool
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, verify
+from shardwise.models import tasks
 from shardwise.proof.programs import programs_of
 from shardwise.proof.shrink import shrink
 from shardwise.ranks import RankPool
@@ -107,6 +108,8 @@ def test_what_is_kept() -> None:
     assert "6 blocks, of 2 programs -> 3 (0, 1, 2)" in " ".join(chosen.notes)
     whole = shrink(deep, deep(), Plan.parse("dp_replicate=2,stages=blocks.2,pp=2,microbatches=2"))
     assert "stages= names blocks" in " ".join(whole.notes) and len(whole.task().model().blocks) == 8
+    few = tasks.decoder  # of 7 samples, which are none for nine ranks
+    assert shrink(few, few(), Plan.parse("dp_replicate=4,dp_shard=8,zero=3")).plan.data_ranks == 4
 
 
 def test_a_block_that_mixes_samples_is_kept_and_refused(pool: RankPool) -> None:

@@ -143,7 +143,7 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
     """Returns the small plan and task, with notes on what they keep and what they leave out."""
     built = build(task.model, 0)
     batch = global_batch(task, Settings(), 0)
-    small = _small_plan(plan).with_(domain=_small_tiles(task, plan, batch))
+    small = _small_plan(plan, samples_in(batch)).with_(domain=_small_tiles(task, plan, batch))
     uneven = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
     samples = min(2 * small.data_ranks * small.step_microbatches + uneven, samples_in(batch))
     depth = _Depth(notes=["depth was kept: stages= names blocks"]) if plan.stages else _depth(built, task, small, batch)
@@ -157,11 +157,17 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
 # --- the plan
 
 
-def _small_plan(plan: Plan) -> Plan:
+def _small_plan(plan: Plan, samples: int) -> Plan:
+    """Returns the plan with at most three ranks along each axis; two of data where a batch has too few samples."""
+    three = _of_ranks(plan, MOST_RANKS)
+    return three if three.data_ranks <= samples else _of_ranks(plan, MOST_RANKS - 1)
+
+
+def _of_ranks(plan: Plan, most: int) -> Plan:
     ep = next((n for n in range(MOST_RANKS, plan.ep + 1) if plan.ep % n == 0), plan.ep)
     small = plan.with_(
-        dp_replicate=min(plan.dp_replicate, MOST_RANKS),
-        dp_shard=ep * min(plan.dp_shard // plan.ep, MOST_RANKS),
+        dp_replicate=min(plan.dp_replicate, most),
+        dp_shard=ep * min(plan.dp_shard // plan.ep, most),
         ep=ep,
         accumulate=min(plan.accumulate, MOST_ACCUMULATE),
         zero=plan.zero,
