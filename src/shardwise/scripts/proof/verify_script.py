@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
@@ -33,9 +33,6 @@ from shardwise.scripts.proof.comparison_records import joined, judge, record_of
 from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
-
-if TYPE_CHECKING:
-    pass
 
 STEPS = 6
 MOST_ROUNDING = 1e-5  # of an error: mistakes are near 1
@@ -133,14 +130,7 @@ def verify_script(
     world = chosen.world_size if chosen is not None else int(nproc or 1)
     parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
     say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
-    records = _on_ranks(runs, asked, chosen, parity)
-    if parity.error and not asked.foreign:
-        say("verify: that fails; the same without RANK and the like, as shardwise run hides them")
-        hidden, tried = replace(asked, hides=True), replace(parity, error=None)
-        records = _on_ranks(runs, hidden, chosen, tried)
-        if records is not None:
-            parity.notes.append(f"RANK and the like are hidden, as by shardwise run; shown (torchrun): {parity.error}")
-            parity.error, asked = None, hidden
+    records, asked = _shown_or_hidden(runs, asked, chosen, parity, say)
     if parity.error and asked.exact:
         say("verify: that fails; the same in the script's own precision")
         records = _on_ranks(runs, replace(asked, exact=False), chosen, replace(parity))
@@ -158,9 +148,7 @@ def verify_script(
     judge(parity, first, many, records, foreign=asked.foreign)
     if not parity.equal and parity.float64 and max(errors_of(parity).values()) < MOST_ROUNDING:
         say("verify: they differ by little; one process with weights moved by one epsilon")
-        moved = (runs.alone(replace(reference, nudge=seed)) for seed in range(1, NUDGES + 1))
-        steps = len(first.steps)
-        explain_by_rounding(parity, record_of(first, [first], steps), (record_of(run, [run], steps) for run in moved))
+        _set_rounding_apart(runs, reference, first, parity)
     if not parity.equal:
         _refuse_not_finite(first)
         say("verify: they differ; one process again, to see whether the script equals itself")
@@ -175,6 +163,33 @@ def verify_script(
     if chosen is not None:
         receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
     return parity
+
+
+def _shown_or_hidden(
+    runs: _Runs, asked: ScriptJob, chosen: Plan | None, parity: Parity, say: Say
+) -> tuple[list[ScriptRecord] | None, ScriptJob]:
+    """Returns (the ranks' records, the job they ran): where ranks that see RANK fail, that of ranks which do not.
+
+    Records are None where both fail; `parity` then has the error of those that see it.
+    """
+    records = _on_ranks(runs, asked, chosen, parity)
+    if not parity.error or asked.foreign:
+        return records, asked
+    say("verify: that fails; the same without RANK and the like, as shardwise run hides them")
+    hidden = replace(asked, hides=True)
+    records = _on_ranks(runs, hidden, chosen, replace(parity, error=None))
+    if records is None:
+        return None, asked
+    parity.notes.append(f"RANK and the like are hidden, as by shardwise run; shown (torchrun): {parity.error}")
+    parity.error = None
+    return records, hidden
+
+
+def _set_rounding_apart(runs: _Runs, reference: ScriptJob, first: ScriptRecord, parity: Parity) -> None:
+    """Make the proof NOT PROVEN where one process differs as much from itself, with weights moved by one epsilon."""
+    moved = (runs.alone(replace(reference, nudge=seed)) for seed in range(1, NUDGES + 1))
+    steps = len(first.steps)
+    explain_by_rounding(parity, record_of(first, [first], steps), (record_of(run, [run], steps) for run in moved))
 
 
 def _refuse_not_finite(first: ScriptRecord) -> None:
