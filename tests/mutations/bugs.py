@@ -33,7 +33,7 @@ COMM = [
 
 PARALLEL = [
     bug("replicas average gradients that are divided again", "parallel.replicate:Replicate.finish_step",
-        "self._as_master(entry.index, view)", "self._as_master(entry.index, view / self.axis.size)", M + "mlp",
+        "in used else view", "in used else view / self.axis.size", M + "mlp",
         "dp_replicate=2"),
     bug("replicas sum every micro-batch's bucket over ranks", "parallel.replicate:Replicate.start_micro_batch",
         "sync=last", "sync=True", M + "mlp", "dp_replicate=2,accumulate=2"),
@@ -784,8 +784,8 @@ ADAPTERS = [
         'cut.owners.take(whole, cut.dim, 1 - self.axis.index if ".lora_" in name else self.axis.index)',
         A + "of_folder", "tp=2"),
     bug("the gradient of an adapter's second half is reduced twice", "parallel.replicate:Replicate.finish_step",
-        "self._as_master(entry.index, view) if",
-        '(self._as_master(entry.index, view) * (1 + (".lora_B." in self.slots[entry.index].name))) if',
+        "in used else view",
+        'in used else view * (1 + (".lora_B." in self.slots[entry.index].name))',
         A + "of_folder", "dp_replicate=2"),
     bug("an adapter's dropout differs between ranks of one sample", "random.modes:GlobalRandom.begin",
         'seed_of("mask", seed, step, micro_batch)', 'seed_of("mask", seed, step, micro_batch + 1)', A + "of_folder",

@@ -35,7 +35,7 @@ BLEND, EXPERTS, LORA, WORDS = (f"mutations/{name}.toml" for name in ("blend", "e
 
 STEP = [
     bug("norms of runs are added up, not their squares", "step.normalise:_squares",
-        "in _norms_of_runs(gradient)]).square().sum()", "in _norms_of_runs(gradient)]).sum()", M + "mlp", TWO,
+        ".double().square().sum()\n    return", ".double().sum()\n    return", M + "mlp", TWO,
         clip_norm=0.1),
     bug("an output with samples is not gathered for the loss", "step.forward:_has_samples",
         "        return True\n", "        return False\n", "module_tasks:pairs", TWO),

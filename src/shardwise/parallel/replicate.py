@@ -109,14 +109,15 @@ class Replicate:
             bucket.ensure()
             for entry, view in zip(bucket.layout.entries, bucket.views_now, strict=True):
                 # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
-                gradient = self._as_master(entry.index, view) if entry.index in used else None
+                gradient = None if entry.index not in used else view
                 master = self.slots[entry.index].master
+                if gradient is not None and not self._in_buckets:
+                    gradient = self._as_master(entry.index, master, view)
                 if master.grad is not gradient:
                     master.grad = gradient
 
-    def _as_master(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+    def _as_master(self, index: int, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Returns a gradient in the dtype of its master."""
-        master = self.slots[index].master
         if gradient.dtype.to_real() != master.dtype.to_real():
             gradient = gradient.to(master.dtype)
         return as_complex(gradient) if self._pairs[index] else gradient
