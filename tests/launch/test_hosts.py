@@ -44,6 +44,21 @@ def test_the_line_that_starts_a_plan_joins_two_hosts(hosts: list[Host], plain: s
     assert weights(tmp_path / "there") == plain
 
 
+@pytest.mark.long
+def test_the_lines_for_a_process_on_each_host_start_its_ranks(hosts: list[Host], plain: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    blocks = [block.split("```")[0] for block in page.split("```sh\n")[1:]]
+    lines = next(block for block in blocks if "SM_HOSTS" in block)
+    lines = lines[: lines.rindex("shardwise train")] + TRAIN.format(out="there")
+    names = json.dumps([host.address for host in hosts])
+    ran = finished([
+        host.start(["bash", "-c", lines], tmp_path, SM_HOSTS=names, SM_CURRENT_HOST=host.address, SM_NUM_GPUS="1")
+        for host in hosts
+    ])  # fmt: skip
+    assert [code for code, _ in ran] == [0, 0], ran
+    assert weights(tmp_path / "there") == plain
+
+
 def launched(folder: Path, *words: str) -> list[Path]:
     """The files of `shardwise launch`, written below a folder."""
     command = ["shardwise", "launch", "--setup", ":", "--cpu", "-o", "files", *words]

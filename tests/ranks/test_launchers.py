@@ -106,6 +106,15 @@ def test_half_a_set_and_contradictions_are_refused_by_name(environ: dict[str, st
         find(environ)
 
 
+def test_ranks_that_may_be_hosts_are_told_how_each_starts_its_own() -> None:
+    hosts = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    place = find(hosts)
+    assert place is not None and "--nproc-per-node 8 " in launchers.perhaps_hosts(place, 16)
+    assert not launchers.perhaps_hosts(place, 3)
+    of_torchrun = find(hosts | {"LOCAL_RANK": "0"})
+    assert of_torchrun is not None and not launchers.perhaps_hosts(of_torchrun, 16)
+
+
 def test_a_master_that_somebody_set_is_taken() -> None:
     place = find(OPENMPI | {"MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
     assert place is not None and place.master == ("node0", 4000)

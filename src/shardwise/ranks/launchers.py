@@ -133,6 +133,20 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
     return None if place is None else place.local_rank
 
 
+def perhaps_hosts(place: LaunchedPlace, ranks: int) -> str:
+    """Returns how each process of a launcher starts its share of `ranks`, where they may be one for each host; "".
+
+    Engines with a master and workers (Kubeflow's PyTorchJob, Vertex AI) count hosts by torchrun's variables.
+    """
+    if place.launcher != "torchrun" or place.by or place.local_rank is not None or ranks % place.world_size:
+        return ""
+    return (
+        "; where WORLD_SIZE and RANK count hosts, start their ranks on each of them: torchrun --nnodes $WORLD_SIZE "
+        "--node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT --nproc-per-node "
+        f"{ranks // place.world_size} --no-python COMMAND"
+    )
+
+
 def own_device(requested: Any = None) -> Any:
     """Returns this rank's torch.device: as requested, else the accelerator of its local rank, else the CPU."""
     from shardwise.device import pick_device

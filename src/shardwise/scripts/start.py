@@ -23,7 +23,7 @@ from shardwise.mesh import Mesh
 from shardwise.precision import met
 from shardwise.python_seeds import python_restored
 from shardwise.ranks import alike, here, join
-from shardwise.ranks.launchers import own_device
+from shardwise.ranks.launchers import own_device, perhaps_hosts
 from shardwise.scripts.entries import Way
 from shardwise.scripts.guard import refuse_hooks
 from shardwise.scripts.spread import Named, total_of
@@ -110,6 +110,11 @@ def join_ranks(plan: Plan) -> None:
             "`shardwise launch` writes the lines"
         )
     place = here()
+    if place is not None and world != plan.world_size:
+        raise InputError(
+            f"plan {plan} needs {plan.world_size} ranks, but {place.named} started {world}: start as many, or change "
+            f"the plan's degrees{perhaps_hosts(place, plan.world_size)}"
+        )
     if place is not None and place.launcher != "shardwise":
         facts = alike.facts_here({"plan": str(plan)})
         alike.check_alike(gather_json(facts, everybody(), own_device("cpu")))

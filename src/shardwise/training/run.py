@@ -22,6 +22,7 @@ from shardwise.layout.elastic import smaller
 from shardwise.progress import timing
 from shardwise.ranks import LaunchedPlace, here
 from shardwise.ranks.attempts import remember, remembered
+from shardwise.ranks.launchers import perhaps_hosts
 from shardwise.task import Task
 from shardwise.training.go_on import how_to_go_on
 from shardwise.training.holding import LOCK, held
@@ -211,6 +212,7 @@ def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace |
         raise InputError(
             f"{place.named} started {place.world_size} rank(s), but plan {plan} needs {plan.world_size}: give "
             f"a --plan of {place.world_size}, such as dp_replicate={place.world_size}"
+            f"{perhaps_hosts(place, plan.world_size)}"
         )
 
 
