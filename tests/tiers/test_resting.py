@@ -15,10 +15,8 @@ from shardwise.digest import digest
 from shardwise.engine.ema import Ema
 from shardwise.engine.load_weights import load_state_dict
 from shardwise.errors import RefusedPlan
-from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
-from shardwise.scripts.start import check_given
 from shardwise.tiers import Resting, resting, subgroups
 from shardwise.tiers.narrow import HALVES, ROUNDED
 
@@ -267,13 +265,6 @@ REFUSED = [
 def test_what_would_not_be_right_or_change_nothing_is_refused(plan: str, optimizer: Any, message: str) -> None:
     with pytest.raises(RefusedPlan, match=message):
         parallelize(tasks.mlp().with_(optimizer=optimizer), plan)
-
-
-@pytest.mark.parametrize("plan", ["optimizer_state=8bit", "precision=bf16,masters=split"])
-def test_a_script_is_told_to_leave_it_out(plan: str) -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(RefusedPlan, match=f"{plan.rpartition(',')[2].split('=')[0]} in prepare: an optimizer that a"):
-        check_given(model, torch.optim.AdamW(model.parameters()), Plan.parse(plan), "global", "sample")
 
 
 def every_pair() -> list[tuple[str, str]]:

@@ -73,6 +73,9 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
         groups = rules.grouped(stays)
         placed_groups.append((DeviceMemory(groups, state.device) if narrow else Place(), groups))
     params = [param for group in state.optimizer.param_groups for param in group["params"]]
+    # a script's optimizer may be given others later, which lie in the same masters
+    known = {*params}
+    params += [slot.master for slot in state.technique.slots if slot.master not in known]
     rounds = state.owners is None
     # no cycle: an engine that is dropped gives the file's room back at once
     technique = proxy(state.technique)

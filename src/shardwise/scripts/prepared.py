@@ -292,6 +292,8 @@ class Prepared(Stepping):
 
     def _place_state(self, state: RankState, before: StateTiers | None) -> None:
         """Let what the optimizer keeps of what it updates now lie in its tier; `before`: where it lay until now."""
+        if before is not None:
+            before.wake_all()
         state.tier = make_tier(state, optimizers.makes_of(self.optimizer))
         if before is not None:
             before.close()

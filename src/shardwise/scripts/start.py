@@ -52,11 +52,6 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_sc
             "its own, which a script's loop cannot follow: describe the run as a Task and call "
             "shardwise.parallelize(task, plan).step(batch)"
         )
-    if rests := ", ".join(key for key in ("optimizer_state", "masters") if getattr(plan, key) != "full"):
-        raise RefusedPlan(
-            f"plan {plan}: {rests} in prepare: an optimizer that a script holds, and steps itself, keeps its state "
-            f"where the script sees it: leave {rests} out, or train by shardwise train or parallelize"
-        )
     if plan.deterministic:
         raise RefusedPlan(
             f"plan {plan}: deterministic in prepare: a script's loop calls the model on all of a rank's samples, not "

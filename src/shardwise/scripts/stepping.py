@@ -312,8 +312,8 @@ class Stepping(OverRanks):
         engine = self.engine
         if closure is not None and engine.state.tier is not None:
             raise RefusedPlan(
-                "optimizer.step(closure) where the plan has offload, by which it steps over few weights at a time: "
-                "call backward and step() instead, or leave offload out"
+                "optimizer.step(closure) where the plan has it step over few weights at a time (offload, "
+                "optimizer_state, masters): call backward and step() instead, or leave these out"
             )
         self.settle()
         self._take_written()

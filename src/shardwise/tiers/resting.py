@@ -109,6 +109,11 @@ class Resting(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Returns the values: a copy of a state is nobody's to update."""
+        memo[id(self)] = values = self.detach()
+        return values
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         values: dict[int, torch.Tensor] = {}

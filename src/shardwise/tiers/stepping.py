@@ -117,6 +117,13 @@ class StateTiers:
             place.begin()  # what was written through the map is not kept resident
         give_back_freed()
 
+    def wake_all(self) -> None:
+        """Let all that rests by a code be ordinary tensors, since another tier takes this one's place."""
+        for _, group in self.groups:
+            for entry in group.entries:
+                if entry.spec.codec is not None and isinstance(self._tensor(entry), Resting):
+                    self._wake(entry, self._rest_of(entry, group.rest).take())
+
     def _rest(self, group: Subgroup, entry: Entry) -> None:
         tensor = self._tensor(entry)
         if tensor is None or _rests(entry, tensor, group):

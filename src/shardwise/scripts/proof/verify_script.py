@@ -127,6 +127,11 @@ def verify_script(
         reference = replace(reference, shorten=asked.shorten)
         if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
             first = runs.alone(reference)
+        exact = chosen.exact("fp32").as_dict()
+        if rounding := [f"{key}={value}" for key, value in chosen.as_dict().items() if key not in exact]:
+            parity.notes.append(
+                f"left out of the proof, which is of the layout, not of rounding: {', '.join(rounding)}"
+            )
     world = chosen.world_size if chosen is not None else int(nproc or 1)
     parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
     say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
