@@ -28,6 +28,7 @@ from shardwise.task import Task
 from shardwise.tiers import Activations, ShardFile, StateTiers
 
 if TYPE_CHECKING:
+    from shardwise.step.backward_writes import BackwardWrites
     from shardwise.step.staged import StagedForward
 
 
@@ -101,6 +102,9 @@ class RankState:
     activations: Activations | None = None
     shards: ShardFile | None = None
     read: dict[str, str] = field(default_factory=dict)
+    backwards: BackwardWrites | None = None  # of the step under way
+    norms: list[nn.Module] = field(default_factory=list)  # that normalise by batches
+    read_elsewhere: set[str] = field(default_factory=set)  # buffers that other pipeline stages use
     keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
     last_total: int = 0  # samples of the last micro-batch, then
     steps_done: int = 0
