@@ -218,7 +218,7 @@ class _Row:
             with drawing(self.state):
                 saved.outputs, gradients = saved.tape.last(saved.outputs, gradients)
                 self.staged.serving.end(op.stage, index)
-        with drawing(self.state), noting_buffers(self.state, ahead=len(self._saved) > 1):
+        with drawing(self.state), noting_buffers(self.state.backwards, ahead=len(self._saved) > 1):
             if op.kind == "I":
                 saved.later = backward.of_input(saved.outputs, gradients, saved.inputs)
                 saved.outputs = []

@@ -73,7 +73,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
-    state.backwards = BackwardWrites(state)
+    first = state.steps_done == 0
+    state.backwards = BackwardWrites(state.module, state.mesh, state.norms) if first else None
     tally = Tally(state.device, state.counts, pieces=state.plan.deterministic)
     if state.staged is not None:
         from shardwise.step.pipelined import run_schedule
@@ -87,7 +88,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
                 run = _micro_batch if state.order is None else _in_pieces
                 run(state, index, part, tally, last=index == len(parts) - 1)
     take_written(state)
-    state.backwards.refuse()
+    if state.backwards is not None:
+        state.backwards.refuse(state.read_elsewhere, same_samples=state.same_samples)
     try:
         return complete(state, tally)
     except NotFinite as error:  # raised on every rank, so that all look into their batches
@@ -212,7 +214,7 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
         try:
-            with noting_buffers(state):
+            with noting_buffers(state.backwards):
                 objective.backward()
         except CheckpointError as error:
             raise RefusedPlan(
