@@ -34,6 +34,7 @@ CASES = [
     ("expert_tasks:only_the_first", "dp_shard=2,ep=2,zero=1,remat=full"), ("expert_tasks:frozen", "dp_shard=2,ep=2"),
     ("expert_tasks:renamed", "dp_shard=4,ep=4,zero=0"), ("expert_tasks:dropout", "dp_shard=2,ep=2,remat=selective"),
     ("expert_tasks:few_samples", "dp_shard=2,ep=2,zero=2,accumulate=4"),
+    ("expert_tasks:of_the_page", "dp_shard=2,ep=2"),
     (MODELS + "moe_shared", "pp=2,dp_shard=2,ep=2,zero=1,schedule=zbh1"),
     ("expert_tasks:shared_experts", "pp=2,dp_shard=2,ep=2,zero=3,accumulate=2"),  # tied over stages
     ("expert_tasks:dense_at_first", "pp=2,dp_shard=2,ep=2,stages=layers.0,zero=2,schedule=zbh2"),

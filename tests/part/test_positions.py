@@ -27,6 +27,7 @@ from shardwise.part.position_tables import CutRanges, whole_table
         ("selected", "tp=2,sp=true"),
         ("selected", "cp=2,pp=2"),
         ("routed", "cp=2,cp_ulysses=2"),
+        ("nearest", "cp=2"),
         ("shifted", "cp=3"),
         ("turned", "cp=3"),
         ("turned", "cp=2,cp_ulysses=2"),

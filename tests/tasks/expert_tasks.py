@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import module_tasks
@@ -287,3 +288,24 @@ def dealt() -> Task:
 
 def lists() -> Task:
     return module_tasks.routed_experts()
+
+
+class Capacity(nn.Module):
+    """Experts that choose tokens: each token is given all experts, most with a weight of 0."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        weight = scores * (scores > scores.median(-1, keepdim=True).values)
+        return x + self.experts(x, torch.arange(EXPERTS).expand(len(x), EXPERTS), weight)
+
+
+def of_the_page() -> Task:
+    """The module that the documentation gives for experts in a list."""
+    page = Path(__file__).parents[2] / "docs" / "techniques" / "expert.md"
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
+    exec(page.read_text().split("```python\n")[1].split("```")[0], names)  # its only block of Python
+    return task(lambda: nn.Sequential(Capacity(names["Experts"](EXPERTS, WIDTH, 5)), nn.Linear(WIDTH, OUT)))

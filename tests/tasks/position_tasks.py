@@ -196,3 +196,28 @@ def routed() -> Task:
 
 def shifted() -> Task:
     return _task(Shifted)
+
+
+class Nearest(nn.Module):
+    """Distances to three points, of which each takes the place of what is farther, as farthest points are sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.full(x.shape[:2], 1e10, dtype=x.dtype)
+        for place in range(3):
+            distance = (x - x[:, place, None]).square().sum(-1)
+            nearer = distance < nearest
+            nearest[nearer] = distance[nearer]
+        return self.inner(x) * nearest[..., None].tanh()
+
+
+def nearest() -> Task:
+    def rows(step: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(step))}
+
+    return Task(
+        model=Nearest, batch=rows, inputs=lambda b: ((b["x"],), {}), loss=lambda o, b: (o.square().sum(), len(o))
+    )

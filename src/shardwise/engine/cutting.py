@@ -21,7 +21,7 @@ from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.look.one_process import blame
-from shardwise.look.samples import few_samples
+from shardwise.look.samples import IN_WHOLE, few_samples
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.boundaries import CutPoint, Stage, StagePlacement
 from shardwise.parallel.pipeline.chance import repeated
@@ -55,6 +55,8 @@ def cut_module(
         cut, notice = cut_forward(task, plan, precision, sample, built, blocks, mesh.pp.index, inseparable)
         _agree(cut, mesh)
         cut.notices = _notices(cut, notice)
+        if cut.in_groups:  # asked of the look before it begins: of stages one may fail where others wait
+            mesh.found[IN_WHOLE] = True
         return cut
 
     return mesh.once("stages", agreed)
@@ -107,6 +109,7 @@ def cut_forward(
     stages = make_stages(flow, other, counts, places)
     holders, buffers = _holders(flow, module, stages, schedule)
     cut = StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages))
+    cut.in_groups = min(counts) > min(sizes[0])
     cut.by_values = bool(notice or flow.later or flow.varies or flow.repeats)  # or by what was left, or by chance
     tensors = (*module.named_parameters(), *module.named_buffers())
     cut.written = [name for name, t in tensors if id(t) in flow.stateful and t.is_floating_point()]

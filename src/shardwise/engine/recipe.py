@@ -53,6 +53,7 @@ from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.tiers import Activations, ShardFile
 from shardwise.trace.blocks import Blocks, blocks_of
+from shardwise.trace.conversions import refuse_conversions
 from shardwise.trace.deferred import Built
 from shardwise.trace.outside_reads import set_training
 from shardwise.trace.stand_in import held_beside
@@ -100,6 +101,7 @@ def apply_plan(
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device, own=few is None)
     module = built.module
     hold_recurrent(module)  # before anything else runs it
+    refuse_conversions(module)
     # before FSDP2 and masters put others in their places, which an optimizer may ask for them
     marks = {name: dict(param.__dict__) for name, param in module.named_parameters() if param.__dict__}
     few, notices = _made_fit(task, plan, mesh, precision, built, few)

@@ -44,6 +44,7 @@ class Findings:
     written: list[str] = field(default_factory=list)  # parameters that the forward writes into, or gives other memory
     reentrant: bool = False  # checkpoints run their backward by themselves
     changed: list[str] = field(default_factory=list)  # buffers that it changes
+    read: list[str] = field(default_factory=list)  # buffers that its operations are given
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
     scores: bool = False  # attention has dropout
     outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
@@ -169,7 +170,7 @@ class _Look:
             findings.notices += self.share(notices)
         findings.into_arguments = sorted(seen.into_arguments.paths)
         findings.reentrant, findings.sample_bytes = seen.reentrant, seen.widest / max(1, self.sizes[0])
-        findings.written = sorted(seen.ever_written)
+        findings.written, findings.read = sorted(seen.ever_written), sorted(seen.read)
         if self.problems and self.strict:
             raise RefusedPlan("; ".join(self.problems))
         findings.notices += self.problems

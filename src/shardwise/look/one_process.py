@@ -62,7 +62,8 @@ def blame(
         if many and failure_alone(task, precision, more, device) is None:
             return RefusedPlan(
                 f"{what}, though one process runs on all {samples_in(more)}: {message}. A plan is held against one "
-                "process on a few samples first: let the forward run on any number of them"
+                "process on a few samples first: let the forward run on any number of them, as by groups that lie in a "
+                "dim of their own (x of (groups, k, ...) from Task.batch, of which each group counts as one sample)"
             )
     except Untried as why:
         return RefusedPlan(f"{what}: {message} (not tried in one process: {why})")

@@ -327,7 +327,11 @@ def _follow_writes(state: RankState, findings: Findings) -> None:
             f"the forward writes into parameter '{findings.written[0]}', and precision={state.plan.precision} keeps "
             "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
         )
-    state.written = bool(findings.written)
+    state.written, state.norms = bool(findings.written), findings.batch_norms
+    if state.staged is not None:
+        by_stage = gather_json(findings.read, state.mesh.pp, state.device)
+        del by_stage[state.mesh.pp.index]
+        state.read_elsewhere = {name for names in by_stage for name in names}
     # A block that runs again in backward must find weights and buffers as its first run did.
     if state.plan.remat != "none":
         note_written(state.module, [*findings.written, *findings.changed], findings.batch_norms)

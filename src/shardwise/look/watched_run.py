@@ -27,7 +27,7 @@ from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.backwards import watching_backwards
 from shardwise.trace.functional import differentiating, transforming, with_values
-from shardwise.trace.leaves import written_tensors
+from shardwise.trace.leaves import tensors_in, written_tensors
 from shardwise.trace.module_state import ModuleState
 from shardwise.trace.outside_reads import ArgumentWrites
 from shardwise.trace.outside_state import CONTAINERS, Reached, is_own
@@ -155,6 +155,7 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.module = module
         self._tables = [(f"{path}." if path else "", child._parameters) for path, child in module.named_modules()]
+        self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self.running: list[nn.Module] = []
         self.batch_norms: list[nn.Module] = []
         self.norm_rows: list[list[int]] = []  # values of a channel that each batch norm was given, in each forward
@@ -168,6 +169,7 @@ class Seen(TorchDispatchMode):
         self.ever_written: set[str] = set()
         self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
         self.given_to_pieces: set[str] = set()  # by `p.data = x` while their units did not run
+        self.read: set[str] = set()  # names of buffers that operations of a forward were given
         self.attends = False  # attention with dropout ran
         self.left: list[str] = []  # names of what a forward left for the next one
         self.kept_shapes: list[list[torch.Size]] = []  # of the tensors in it, in each forward
@@ -250,6 +252,9 @@ class Seen(TorchDispatchMode):
             for tensor in written_tensors(func, args, kwargs or {}):
                 self._keep(tensor)  # before it is written
             self.into_arguments.note(func, args, kwargs or {})
+        for tensor in tensors_in((args, kwargs or {})) if self.running else ():
+            if (name := self._buffers.get(id(tensor))) is not None:
+                self.read.add(name)
         return with_values(func)(*args, **(kwargs or {}))
 
     def _weights(self) -> Iterator[tuple[str, str, nn.Parameter]]:

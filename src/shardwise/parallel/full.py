@@ -60,6 +60,7 @@ from shardwise.part import Part
 from shardwise.part.pairs import as_complex, as_pairs, pairs_in
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
+from shardwise.trace.conversions import converting
 
 _END, _GATHER, _REDUCE = "the end of the forward", "the gathering of {}", "the reduction of {}"
 USED_OUTSIDE = (
@@ -103,8 +104,7 @@ class FullShard:
         here = [param for param in module.parameters() if param not in self._absent]
         self.pairs = pairs_in(module)  # names of those that are complex outside
         self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self.pairs}
-        self._whole = {id(param) for param in here if not self._dims(param) or param.numel() == 0}
-        self._whole |= {id(param) for param in here if not can_cut(param)}
+        self._whole = {id(param) for param in here if not (self._dims(param) and param.numel() and can_cut(param))}
         self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._used: set[int] = set()
@@ -172,7 +172,7 @@ class FullShard:
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
         """Give the shards memory, without values yet. Returns (name, shard) of each parameter that is held here."""
-        with without(self.module, self._absent):
+        with without(self.module, self._absent), converting():
             self.module._apply(lambda old: torch.empty_like(old, device=self.home(old, device)))
             self._lay_elsewhere()
             return list(self.module.named_parameters())

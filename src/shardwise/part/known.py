@@ -34,7 +34,7 @@ def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
     values = _values(whole)
     if tensor.axis.rehearsal is not None and values is not None and values.numel() <= MOST:
         with _disable_current_modes():
-            tensor.whole_values = values.clone()
+            tensor.whole_values = values.to(tensor.dtype, copy=True)  # a batch is moved to a dtype when it is cut
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ from shardwise.memory.chunks import given_values
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import FullShard
 from shardwise.precision import Precision
+from shardwise.trace.conversions import converting
 
 CPU = torch.device("cpu")
 _numbers = count()  # of groups: each has a name of its own
@@ -129,7 +130,8 @@ class FakeFullShard(FullShard):
                 return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-        self.module._apply(made)
+        with converting():
+            self.module._apply(made)
         return list(self.module.named_parameters())
 
     def taken(self) -> list[int]:

@@ -34,6 +34,7 @@ from shardwise.parallel.pipeline.lasting import as_left
 from shardwise.parallel.pipeline.stage_gradients import Tape
 from shardwise.part.pairs import as_pairs
 from shardwise.random import Samples
+from shardwise.step.backward_writes import noting_buffers
 from shardwise.step.control import Agreement, Tally, agree
 from shardwise.step.loss import NO_GRAPH, Loss
 from shardwise.step.normalise import square_norm
@@ -217,7 +218,7 @@ class _Row:
             with drawing(self.state):
                 saved.outputs, gradients = saved.tape.last(saved.outputs, gradients)
                 self.staged.serving.end(op.stage, index)
-        with drawing(self.state):
+        with drawing(self.state), noting_buffers(self.state.backwards, ahead=len(self._saved) > 1):
             if op.kind == "I":
                 saved.later = backward.of_input(saved.outputs, gradients, saved.inputs)
                 saved.outputs = []

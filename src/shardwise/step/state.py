@@ -20,6 +20,7 @@ from shardwise.parallel.tensor import TensorParallel
 from shardwise.part.pairs import as_complex, shapes_outside
 from shardwise.precision import Precision
 from shardwise.random import GlobalRandom, Watch
+from shardwise.step.backward_writes import BackwardWrites
 from shardwise.step.forward import Forward
 from shardwise.step.hooks import Hooks
 from shardwise.step.owners import OwnedMasters
@@ -101,6 +102,9 @@ class RankState:
     activations: Activations | None = None
     shards: ShardFile | None = None
     read: dict[str, str] = field(default_factory=dict)
+    backwards: BackwardWrites | None = None  # of the first step
+    norms: list[nn.Module] = field(default_factory=list)  # that normalise by batches
+    read_elsewhere: set[str] = field(default_factory=set)  # buffers that other pipeline stages use
     keeps_samples: str = ""  # the name of what the forward keeps of each sample for the next one
     last_total: int = 0  # samples of the last micro-batch, then
     steps_done: int = 0

@@ -23,6 +23,7 @@ from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.part import forget, plain
 from shardwise.part.levels import Distributed
+from shardwise.step.backward_writes import BackwardWrites, noting_buffers
 from shardwise.step.batching import fields_of, parts_of, pieces_of, told_beside_first
 from shardwise.step.control import Agreement, PendingRow, Tally, agree, gather_reached
 from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
@@ -72,6 +73,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
+    first = state.steps_done == 0
+    state.backwards = BackwardWrites(state.module, state.mesh, state.norms) if first else None
     tally = Tally(state.device, state.counts, pieces=state.plan.deterministic)
     if state.staged is not None:
         from shardwise.step.pipelined import run_schedule
@@ -85,6 +88,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
                 run = _micro_batch if state.order is None else _in_pieces
                 run(state, index, part, tally, last=index == len(parts) - 1)
     take_written(state)
+    if state.backwards is not None:
+        state.backwards.refuse(state.read_elsewhere, same_samples=state.same_samples)
     try:
         return complete(state, tally)
     except NotFinite as error:  # raised on every rank, so that all look into their batches
@@ -209,7 +214,8 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
         try:
-            objective.backward()
+            with noting_buffers(state.backwards):
+                objective.backward()
         except CheckpointError as error:
             raise RefusedPlan(
                 "a block run again in backward did something else than in forward: a block that changes what it "

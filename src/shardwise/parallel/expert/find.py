@@ -66,8 +66,9 @@ def find_experts(
     if not stacks:
         raise RefusedPlan(
             f"ep={ranks}: no experts were found: a module that holds parameters (E, ...) and is called with tokens "
-            "(T, H), experts (T, k) as integers and weights (T, k). Experts that are modules of their own (a list of "
-            "MLPs) are not stacked: stack their weights, or use ep=1"
+            "(T, H), experts (T, k) as integers and weights (T, k). Experts in a list, or dealt by an einsum, are held "
+            "in one such module, which loops over len(self.w) and is given weights of 0 for what is dropped "
+            "(docs/techniques/expert.md has it); tp and zero=3 take them as they are"
         )
     for stack in stacks:
         _refuse_shared(module, stack, touched, ranks)

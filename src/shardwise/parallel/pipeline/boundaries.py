@@ -123,6 +123,7 @@ class StagePlacement:
     shared_draws: bool
     notices: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)  # parameters and buffers into which the forward writes
+    in_groups: bool = False  # the forward does not run on two or three samples, but on more
     by_values: bool = False  # shapes of what stages send may follow from values, such as lengths of sentences
 
     @property

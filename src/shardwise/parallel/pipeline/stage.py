@@ -311,7 +311,8 @@ class StagedModule:
         if missed is not None:
             raise RefusedPlan(
                 f"the forward did not come to {missed.call.label}, where a pipeline stage begins, though it did when "
-                "it was looked at: a forward that takes different ways cannot be cut into stages"
+                "it was looked at: one that takes different ways is cut where all of them meet: name calls that every "
+                "forward makes (stages=), or use fewer stages"
             )
 
     def run(

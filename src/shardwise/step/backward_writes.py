@@ -1,0 +1,104 @@
+"""Find, in a run's first step, buffers that backward changes: a hook on a gradient, an autograd.Function's backward.
+
+Looks before the first step run forwards alone. A rank's backward is given the gradients of its own samples, and runs on
+the stage where the hook lies: ranks of other samples, and stages that read the buffer too, would keep other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import gather_json
+from shardwise.digest import digest
+from shardwise.errors import RefusedPlan
+from shardwise.host import read
+from shardwise.mesh import Mesh
+from shardwise.part.levels import Distributed
+
+_IN_FORWARD = "change it in the forward"
+_MANY = 2**16  # elements of a buffer that are compared
+
+
+class BackwardWrites:
+    """Notes which of a module's buffers change in the backwards of a step."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, norms: Collection[nn.Module]) -> None:
+        """Note the buffers of a module, but for those of `norms`, whose statistics are joined over ranks."""
+        left_out = {id(norm) for norm in norms}
+        modules = () if mesh.world.size == 1 or mesh.world.rehearsal is not None else module.named_modules()
+        self._mesh = mesh
+        self._buffers = [
+            (f"{path}.{name}" if path else name, child, name)
+            for path, child in modules
+            for name, buffer in child._buffers.items()
+            if buffer is not None and id(child) not in left_out and buffer.layout is torch.strided
+        ]
+        self._changed: torch.Tensor | None = None
+        self.ahead = False
+
+    def few(self) -> list[torch.Tensor]:
+        """Returns copies of some elements of each buffer."""
+        tensors = [child._buffers[name] for _, child, name in self._buffers]
+        return [_sample(tensor) for tensor in tensors if tensor is not None]
+
+    def note(self, before: list[torch.Tensor]) -> None:
+        """Note what has changed since `few` gave this."""
+        if before:
+            now = torch.stack([(old != new).any() for old, new in zip(before, self.few(), strict=True)])
+            self._changed = now if self._changed is None else self._changed | now
+
+    def refuse(self, elsewhere: Collection[str], *, same_samples: bool) -> None:
+        """Raise `RefusedPlan` for a buffer that would come out otherwise than in one process. Collective if any is.
+
+        elsewhere     names of the buffers that other pipeline stages use
+        same_samples  data ranks run the model on the same samples
+        """
+        if self._changed is None:
+            return
+        flags = read(self._changed, "buffers that backward changed")
+        names = [name for (name, _, _), changed in zip(self._buffers, flags, strict=True) if changed]
+        why = self._why(names, elsewhere, same_samples) if names else ""
+        if why:
+            raise RefusedPlan(
+                f"backward changes the buffer '{names[0]}' ({len(names)} in all), by a hook on a gradient or the "
+                f"backward of an autograd.Function, {why}"
+            )
+
+    def _why(self, names: list[str], elsewhere: Collection[str], same_samples: bool) -> str:
+        mesh = self._mesh
+        if used := [name for name in names if name in elsewhere]:
+            return f"and other pipeline stages use '{used[0]}' too: {_IN_FORWARD}, or leave pp out"
+        if self.ahead:
+            return f"and this pipeline stage runs the next forwards before it: {_IN_FORWARD}, or use microbatches=1"
+        if same_samples and mesh.data.size > 1:
+            return f"where each rank's gradient is a part of one process's: {_IN_FORWARD}"
+        if mesh.gradients.size == 1:
+            return ""
+        by_name = {name: child._buffers[leaf] for name, child, leaf in self._buffers}
+        mine = [digest(_sample(by_name[name])) for name in names]
+        rows = gather_json([names, mine], mesh.gradients, mesh.device)
+        alike = all(row == rows[0] for row in rows)
+        return "" if alike else f'and each rank makes it of its own samples: {_IN_FORWARD}, with loss_scope="model"'
+
+
+@contextmanager
+def noting_buffers(writes: BackwardWrites | None, *, ahead: bool = False) -> Iterator[None]:
+    """Context of one backward of a step; `ahead`: forwards ran before it that come after it in one process."""
+    before = writes.few() if writes is not None else []
+    yield
+    if writes is not None:
+        writes.note(before)
+        writes.ahead |= ahead
+
+
+def _sample(tensor: Any) -> torch.Tensor:
+    """Returns a copy of at most so many elements of a tensor, evenly spaced, of a part those of its share."""
+    while isinstance(tensor, Distributed):
+        tensor = tensor.stored
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _MANY)].clone()
