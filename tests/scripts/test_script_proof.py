@@ -91,6 +91,27 @@ def test_what_rounding_explains_is_not_proven(pool: RankPool, tmp_path: Path) ->
     assert parity.verdict == "NOT PROVEN" and "one process does not agree with itself" in parity.text()
 
 
+STEEP = PREPARED.replace("AdamW", "SGD").replace(
+    "nn.functional.mse_loss(model(x), y)", "torch.cos(3e3 * model(x)).mean()"
+)
+
+
+def test_rounding_that_grows_from_step_to_step_is_not_proven(pool: RankPool, tmp_path: Path) -> None:
+    """Each step makes rounding a thousand times as large; a mistake of the first step is seen all the same."""
+    parity = prove(pool, tmp_path, STEEP)
+    assert parity.verdict == "NOT PROVEN" and max(parity.gradient_error.values()) > 1e-4, parity.text()
+    wrong = prove(
+        pool, tmp_path, STEEP.replace("backward(loss)", "backward(loss * (1 + 1e-5 * (prepared.world_size - 1)))")
+    )
+    assert wrong.verdict == "NOT EQUAL to one process" and "1.00001 times" in wrong.text(), wrong.text()
+
+
+def test_a_bias_before_a_batch_norm_under_adam_is_told(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, PREPARED.replace("nn.Linear(5, 8),", "nn.Linear(5, 8), nn.BatchNorm1d(8),"))
+    assert parity.parity and "the gradient of '0.bias' is zero but for rounding" in parity.text(), parity.text()
+    assert "Adam's own eps of 1e-08" in parity.text()
+
+
 def test_a_change_beside_prepare_is_told(pool: RankPool, tmp_path: Path) -> None:
     """The loss is doubled, which clipping hides in the gradients of the first step."""
     clip = "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n        optimizer.step()"

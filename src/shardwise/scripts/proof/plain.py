@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
-from shardwise.proof.settings import raise_eps
 from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, nudge, shortened
 from shardwise.scripts.reading import samples_of
@@ -219,8 +218,7 @@ class Plain:
 
     def _hook(self, optimizer: Optimizer) -> None:
         """Record the optimizer's steps."""
-        if raise_eps(optimizer):
-            self._recorder.record.raised_eps = True
+        self._recorder.raise_eps(optimizer)
         inner, plain = optimizer.step, self
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -232,9 +230,7 @@ class Plain:
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         recorder = self._recorder
-        recorder.record.raised_eps |= bool(
-            raise_eps(self.optimizer)
-        )  # a state that was loaded may have brought it back
+        recorder.raise_eps(self.optimizer)
         if closure is not None:
             result = inner(closure)  # the gradients of its last call
             recorder.before(self.number, self._gradients())
