@@ -145,8 +145,8 @@ _REMEDY = (
     "by torch.distributed.all_reduce in the forward"
 )
 WRITTEN = (
-    "the model's forward writes into {}, which zero=3 has gathered for it and frees again: make it a buffer, or use "
-    "zero=2"
+    "the model's forward writes into {}, which zero=3 has gathered for it and frees again: use zero=2, make it a "
+    "buffer, or, where it is initialised by data, run that forward before prepare"
 )
 _REPLACED = (
     "parameter '{}' was replaced after prepare (a conversion such as model.to or .double(), another parameter or "

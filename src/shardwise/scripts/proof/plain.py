@@ -28,6 +28,7 @@ from shardwise.layout.dealing import Share
 from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, nudge, shortened
 from shardwise.scripts.reading import samples_of
+from shardwise.scripts.script_lines import refuse_options
 
 
 class PlainLoader:
@@ -104,11 +105,12 @@ class Plain:
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
-        mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool = False,
-        summed: bool = False, loader: PlainLoader | None = None,
+        mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool | None = False,
+        summed: bool = False, loader: PlainLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """`loss.backward()`; returns the loss that ranks are told."""
         self._recorder.may_go_on()
+        refuse_options(options)
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
         loss = loss.reshape(())
         loss.backward(retain_graph=retain_graph)
