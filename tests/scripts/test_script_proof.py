@@ -17,7 +17,7 @@ from shardwise.ranks import RankPool
 from shardwise.scripts.prepared import Prepared
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import files_of
-from shardwise.scripts.proof.recorder import BLOCKS, sketch
+from shardwise.scripts.proof.recorder import BLOCKS, content_of, sketch
 from shardwise.scripts.proof.scratch import looking_like
 from shardwise.scripts.proof.verify_script import verify_script
 
@@ -293,7 +293,13 @@ def test_an_error_on_ranks_alone_is_told_with_the_script_s_line(pool: RankPool, 
     text = PREPARED.replace("22, 5", "24, 5").replace("loss = nn", "x.view(-1, 4, 5); loss = nn")
     error = prove(pool, tmp_path, text).error
     line = text.splitlines().index(next(each for each in text.splitlines() if "x.view" in each)) + 1
-    assert error and "on rank" in error and f"(line {line}: x.view(-1, 4, 5); loss = nn" in error
+    assert error and "on rank" in error and f"[train.py, line {line}: x.view(-1, 4, 5); loss = nn" in error
+
+
+def test_batches_of_any_dtype_are_compared_by_their_numbers() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    assert content_of((mask, torch.tensor([3 + 4j]))) == 3 + 5
+    assert content_of(mask[:, None].expand(2, 2, 2)) != content_of(mask[:, None].expand(2, 2, 2).flip(2))
 
 
 def test_a_sketch_is_linear_and_sees_one_element() -> None:

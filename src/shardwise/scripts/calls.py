@@ -207,6 +207,7 @@ class Calls(Loop):
                 "batch, so how many samples it has is not known: go through that loader"
             )
         args, kwargs = whole.enter(args, kwargs, self.dealt.part.total, self._dim or 0)
+        self.notices.say(whole.notices)
         self.engine.state.phase.stand_in = whole.rows.count == 0
         if self.draws is not None:
             self.draws.part = whole.local

@@ -159,7 +159,7 @@ class FirstSteps:
     """Beside an optimizer's steps: `before` and `after` each."""
 
     def __init__(self, engine: Engine) -> None:
-        self._state, self._steps = engine.state, 0  # that are done
+        self._state, self._plan, self._steps = engine.state, engine.plan, 0  # that are done
         self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
         self.places = ParametersInPlace(engine.module)
         trained = set(engine.state.names)
@@ -175,6 +175,7 @@ class FirstSteps:
 
     def _check_places(self) -> None:
         self.places.check()
+        refuse_hooks(self._state.module, self._plan)  # put on since prepare
         for name, param in self._frozen:
             if param.requires_grad:
                 raise InputError(

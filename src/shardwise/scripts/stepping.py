@@ -342,7 +342,7 @@ class Stepping(OverRanks):
                     self._whole_gradients.put_back()
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
-                    not_finite(engine.state, self._result)
+                    not_finite(engine.state, self._result, _SKIP)
             self._optimizer_guard.leave()
             with self._gate.open(), hooks_aside(self.optimizer) if aside else nullcontext():
                 self._first.before()
@@ -408,6 +408,9 @@ class Stepping(OverRanks):
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
         self._forgotten = True
         self._form = None
+
+
+_SKIP = "look for numbers of the batch that are not finite, or leave such a step out: if prepared.loss.isfinite(): ..."
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -78,6 +78,12 @@ _BY_OUTPUT = (
 )
 
 
+GIVEN_WHOLE = (
+    'loss_scope="global": an argument of the model has no dim that counts the batch\'s samples, and every rank gives '
+    'all of it to its own samples: where its rows belong to some of them, use loss_scope="model"'
+)
+
+
 class WholeBatch:
     """Wraps a model's training forwards: each rank computes its own samples, and outputs are gathered.
 
@@ -92,6 +98,7 @@ class WholeBatch:
         self.rows = Share(None, 0, 0, 0)
         self.local = self.rows
         self._counts: tuple[int, ...] = ()
+        self.notices: list[str] = []  # of the call under way
         self._given: list[ref[torch.Tensor]] = []  # outputs of the last call that were gathered
         if spreads:
             here = ref(self)
@@ -111,6 +118,8 @@ class WholeBatch:
                     f'loss_scope="global": no argument of the model has a dim of the {samples} samples of the batch, '
                     "so its forward cannot be spread over them"
                 ) from None
+        leaves = [leaf for leaf in tree_flatten(call)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        self.notices = [GIVEN_WHOLE] if any(places.of(leaf) is None for leaf in leaves) else []
         dealt = [deal(total, self._data.size, rank) for rank in range(self._data.size)]
         mine = dealt[self._data.index]
         self.rows, self.local = mine.part, mine.local

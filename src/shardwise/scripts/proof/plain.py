@@ -90,6 +90,7 @@ class Plain:
         self.grad_norm = float("nan")
         self.notices: list[str] = []
         self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
+        self._losses: list[torch.Tensor] = []  # of this step
         self._calls = 0
         nudge(self.model.parameters(), recorder.job)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
@@ -115,6 +116,7 @@ class Plain:
         loss = loss.reshape(())
         loss.backward(retain_graph=retain_graph)
         value = loss.detach().clone().double()
+        self._losses.append(value)
         for script in (self, *also):
             if weight is not None:
                 script._weights.append(float(weight))
@@ -122,12 +124,14 @@ class Plain:
             script._recorder.loss(script.number, float(value) / (float(weight) if weight is not None else 1.0), form)
             if script._calls % script.plan.accumulate == 0:
                 script._divide()
-        self.loss = value if weight is None else value / float(weight) if float(weight) else value * float("nan")
-        return self.loss
+        return value if weight is None else _over(value, float(weight))
 
     def _divide(self) -> None:
-        """Divide this step's gradients by its weights, once."""
-        total, self._weights = sum(self._weights), []
+        """Divide this step's gradients, and its loss, by its weights, once."""
+        if self._losses:
+            self.loss = sum(self._losses)
+            self.loss = _over(self.loss, sum(self._weights)) if self._weights else self.loss
+        total, self._weights, self._losses = sum(self._weights), [], []
         if total:
             for param in self.model.parameters():
                 if param.grad is not None:
@@ -253,6 +257,10 @@ class Plain:
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _over(value: torch.Tensor, weight: float) -> torch.Tensor:
+    return value / weight if weight else value * float("nan")
 
 
 def load_refused(folder: str | Path) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
             if rows is not None and leaf.dim() > dim and leaf.shape[dim] == held:
                 leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
-            sizes = leaf.detach().abs().double()
+            sizes = (leaf.detach() if leaf.is_complex() else leaf.detach().double()).abs().double()  # of bools too
             if leaf.dim() > 2:
                 sizes = sizes @ torch.arange(leaf.shape[-1], device=leaf.device).double().cos().add(2.0)
             total += float(sizes.sum())

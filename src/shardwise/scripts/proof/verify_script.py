@@ -29,8 +29,10 @@ from shardwise.proof.narrow import LEAST_BAR, bar_of
 from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
 from shardwise.proof.record import Record
 from shardwise.proof.rounding import NUDGES, Noise, add_noise, errors_of, explain_by_rounding
+from shardwise.ranks.script import cause_of
 from shardwise.scripts.proof import receipts
-from shardwise.scripts.proof.cause import Difference, cause_of, cause_of_change
+from shardwise.scripts.proof.cause import Difference, cause_of_change
+from shardwise.scripts.proof.cause import cause_of as cause_of_difference
 from shardwise.scripts.proof.comparison_records import joined, judge, record_of, zero_gradients
 from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
@@ -131,6 +133,7 @@ def verify_script(
         if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
             first = runs.alone(reference)
     world = chosen.world_size if chosen is not None else int(nproc or 1)
+    _refuse_not_finite(first)
     parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
     say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
     records, asked = _shown_or_hidden(runs, asked, chosen, parity, say)
@@ -150,7 +153,6 @@ def verify_script(
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign)
     if not parity.equal:
-        _refuse_not_finite(first)
         say("verify: they differ; one process again, with weights moved by one epsilon")
         itself = _set_rounding_apart(runs, reference, first, records, parity, foreign=asked.foreign)
     if not parity.equal:
@@ -158,7 +160,7 @@ def verify_script(
             say("verify: and as it was, to see whether the script equals itself")
             itself = _against(first, runs.alone(reference))
         layout = chosen or Plan(dp_replicate=world)
-        parity.cause = cause_of(
+        parity.cause = cause_of_difference(
             Difference(
                 first, records, parity, layout, itself, apart=_apart(runs, asked, layout),
                 cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
@@ -399,10 +401,8 @@ def _cures(
 
 def _failed_on_ranks(error: RunError, path: str) -> str:
     """Returns what is said of an error on a rank, with the script's own line."""
-    trace = getattr(error, "remote_traceback", "").rstrip().splitlines()
-    last = trace[-1] if trace else str(error)
-    if last.startswith("shardwise."):  # an error of ours, found in a step: it says what to do
-        return f"on rank {getattr(error, 'rank', 0)}: {last.partition(': ')[2]}"
-    place = next((at for at in reversed(range(len(trace) - 1)) if f'File "{path}", line' in trace[at]), None)
-    where = "" if place is None else f" ({trace[place].split(', ')[1]}: {trace[place + 1].strip()})"
-    return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}{where}"
+    trace = getattr(error, "remote_traceback", "").rstrip() or str(error)
+    what, rank = cause_of(trace, path), getattr(error, "rank", 0)
+    if trace.splitlines()[-1].startswith("shardwise."):  # an error of ours, found in a step: it says what to do
+        return f"on rank {rank}: {what}"
+    return f"the script fails on rank {rank}, and not in one process: {what}"
