@@ -410,6 +410,10 @@ def misspelt(plan: str) -> tuple:
     return with_options(plan, retain_grap=True)
 
 
+def without_loss(plan: str) -> None:
+    begin(plan, small(), batches(9))[0].backward()
+
+
 # --- all of them: a script, a plan, what it is given
 
 
@@ -437,6 +441,7 @@ test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 REFUSED: list[tuple] = [
     (recorded, "dp_replicate=2", RefusedPlan, "gradients of weights are summed over ranks.*create_graph=True.*line"),
+    (without_loss, "dp_replicate=2", InputError, r"is given no loss: prepared.backward\(loss\).*line \d+"),
     (misspelt, "dp_replicate=2", InputError, r"has no retain_grap=.*did you mean 'retain_graph'.*line \d+"),
     (never_finite, "dp_shard=2,zero=2", RunError, r"not finite in step 0.*optimizer.step\(\)"),
     (searched, "dp_shard=2,zero=3", True, RefusedPlan, r"backward of the script's own.*deepcopy.*line \d+: gates.step"),

@@ -167,6 +167,11 @@ def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any
         pool.run(mistaken, 2, plan, case)
 
 
+def test_ranks_without_a_plan_are_told_what_to_give(pool: RankPool) -> None:
+    with pytest.raises(InputError, match='given no plan for the 2 ranks that run.*plan="dp_replicate=2"'):
+        pool.run(mistaken, 2, "single", "")
+
+
 def test_what_is_right_for_summands_is_taken(pool: RankPool) -> None:
     for case in ("masked", "moved nowhere"):
         pool.run(mistaken, 2, "dp_shard=2,zero=1", case)

@@ -39,7 +39,8 @@ READ = (
 )
 OUTSIDE = (
     "{} into a weight, or a gradient, of which this rank holds a piece: write in `with prepared.whole():` (grads=True: "
-    "gradients too), where model.parameters() are whole"
+    "gradients too), where model.parameters() are whole. An optimizer is made before prepare, or given to "
+    "prepared.replace_optimizer"
 )
 TAKEN = (
     "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "

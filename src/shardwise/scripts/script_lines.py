@@ -84,8 +84,10 @@ _GRAPH = (
 OPTIONS = ("weight", "mean_over", "summed", "also", "loader", "retain_graph")  # of prepared.backward
 
 
-def refuse_options(options: dict[str, Any]) -> None:
-    """Raise for an option of torch's `backward` that ranks cannot follow, or one that is misspelt."""
+def refuse_call(loss: object, options: dict[str, Any]) -> None:
+    """Raise where `backward` is given no loss, an option of torch's that ranks cannot follow, or a misspelt one."""
+    if loss is None:
+        raise InputError("prepared.backward is given no loss: prepared.backward(loss)")
     if options.get("create_graph"):
         raise RefusedPlan(_GRAPH)
     for name in options.keys() - {"create_graph"}:

@@ -110,7 +110,7 @@ def join_ranks(plan: Plan) -> None:
     if world == 1 and plan.world_size > 1:
         raise InputError(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
-            f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size}); on several hosts, "
+            f"shardwise run --nproc {plan.world_size} (or torchrun, srun, mpirun); on several hosts, "
             "`shardwise launch` writes the lines"
         )
     if world > 1 and plan.world_size == 1:

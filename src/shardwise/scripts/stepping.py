@@ -31,7 +31,7 @@ from shardwise.scripts.over_ranks import OverRanks, check_loss, check_number, fo
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.sample_draws import differentiate
-from shardwise.scripts.script_lines import Notices, names_line, refuse_options
+from shardwise.scripts.script_lines import Notices, names_line, refuse_call
 from shardwise.scripts.script_profile import ScriptProfile
 from shardwise.scripts.step_hooks import hooks_around, hooks_aside, run_hooks
 from shardwise.step.control import Tally
@@ -75,7 +75,7 @@ class Stepping(OverRanks):
 
     @names_line
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
+        self, loss: torch.Tensor = None, weight: torch.Tensor | float | None = None, *,
         mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool | None = False,
         summed: bool = False, loader: PartLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
@@ -96,7 +96,7 @@ class Stepping(OverRanks):
         """
         if self.side is not None:
             self.side.recorder.may_go_on()
-        refuse_options(options)
+        refuse_call(loss, options)
         check_loss(loss)
         for given, name in ((weight, "weight"), (mean_over, "mean_over")):
             check_number(given, name)

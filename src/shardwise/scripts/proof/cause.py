@@ -15,13 +15,14 @@ What this does not do: tell more than one cause.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from shardwise.layout import Plan
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Tensors
+from shardwise.scripts.proof.comparison_records import first_difference
 from shardwise.scripts.proof.recorder import ScriptRecord
 
 NEAR = 1e-6
@@ -129,24 +130,6 @@ class Cause:
     def text(self) -> str:
         """The sentence."""
         return (CAUSES | OF_OTHERS if self.foreign else CAUSES)[self.name].format(*self.facts).rstrip()
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """What exceeds its bar in the first step in which anything does."""
-
-    kind: str
-    name: str
-    step: int
-
-    def as_dict(self) -> dict[str, object]:
-        """Returns it as plain JSON."""
-        return asdict(self)
-
-    def text(self) -> str:
-        """Returns it in words."""
-        what = f"{self.kind} of '{self.name}'" if self.name else self.kind
-        return f"{what}, step {self.step}" if self.step >= 0 else f"{what}, before the first step"
 
 
 @dataclass(frozen=True)
@@ -438,12 +421,6 @@ def _apart(first: ScriptRecord, other: ScriptRecord, step: int) -> bool:
 def _ratio(shares: list[float]) -> str:
     total = sum(abs(share) for share in shares) or 1.0
     return " : ".join(f"{share / total:.3g}" for share in shares)
-
-
-def first_difference(parity: Parity) -> FirstDifference:
-    """Returns what exceeds its bar first, of what does."""
-    (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
-    return FirstDifference(kind, name, step)
 
 
 def _first_of(parity: Parity) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -12,7 +13,6 @@ from shardwise.proof.narrow import MOST_BAR, set_noise_apart
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Deviation, Record, Tensors
 from shardwise.proof.settings import LEAST_EPS
-from shardwise.scripts.proof.cause import first_difference
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecord
 
 ROUNDING = 1e-11  # of the model's largest gradient: below it a gradient is what rounding leaves of a zero
@@ -22,6 +22,30 @@ MEETS = {
     "an evaluation": "the model was not evaluated",
     "a save": "nothing was saved by save_weights or shardwise.save",
 }
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """What exceeds its bar in the first step in which anything does."""
+
+    kind: str
+    name: str
+    step: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns it as plain JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """Returns it in words."""
+        what = f"{self.kind} of '{self.name}'" if self.name else self.kind
+        return f"{what}, step {self.step}" if self.step >= 0 else f"{what}, before the first step"
+
+
+def first_difference(parity: Parity) -> FirstDifference:
+    """Returns what exceeds its bar first, of what does."""
+    (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
+    return FirstDifference(kind, name, step)
 
 
 def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:

@@ -28,7 +28,7 @@ from shardwise.layout.dealing import Share
 from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, nudge, shortened
 from shardwise.scripts.reading import samples_of
-from shardwise.scripts.script_lines import refuse_options
+from shardwise.scripts.script_lines import refuse_call
 
 
 class PlainLoader:
@@ -105,13 +105,13 @@ class Plain:
     # --- what a script calls
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
+        self, loss: torch.Tensor = None, weight: torch.Tensor | float | None = None, *,
         mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool | None = False,
         summed: bool = False, loader: PlainLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """`loss.backward()`; returns the loss that ranks are told."""
         self._recorder.may_go_on()
-        refuse_options(options)
+        refuse_call(loss, options)
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
         loss = loss.reshape(())
         loss.backward(retain_graph=retain_graph)

@@ -39,6 +39,7 @@ from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
 STEPS = 6
+_OURS = "on rank"  # how an error of ours is told
 KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
 
 
@@ -179,7 +180,7 @@ def _shown_or_hidden(
     Records are None where both fail; `parity` then has the error of those that see it.
     """
     records = _on_ranks(runs, asked, chosen, parity)
-    if not parity.error or asked.foreign:
+    if not parity.error or asked.foreign or parity.error.startswith(_OURS):  # which says what differs
         return records, asked
     say("verify: that fails; the same without RANK and the like, as shardwise run hides them")
     hidden = replace(asked, hides=True)
@@ -404,5 +405,5 @@ def _failed_on_ranks(error: RunError, path: str) -> str:
     trace = getattr(error, "remote_traceback", "").rstrip() or str(error)
     what, rank = cause_of(trace, path), getattr(error, "rank", 0)
     if trace.splitlines()[-1].startswith("shardwise."):  # an error of ours, found in a step: it says what to do
-        return f"on rank {rank}: {what}"
+        return f"{_OURS} {rank}: {what}"
     return f"the script fails on rank {rank}, and not in one process: {what}"
