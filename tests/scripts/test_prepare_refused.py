@@ -168,7 +168,7 @@ def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any
 
 
 def test_ranks_without_a_plan_are_told_what_to_give(pool: RankPool) -> None:
-    with pytest.raises(InputError, match='given no plan for the 2 ranks that run.*plan="dp_replicate=2"'):
+    with pytest.raises(InputError, match=r'given no plan for the 2 ranks that run.*plan="dp_replicate=2"'):
         pool.run(mistaken, 2, "single", "")
 
 
