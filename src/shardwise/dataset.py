@@ -10,7 +10,7 @@ What it does not do: wrap iterable-style datasets, which have no indices.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
@@ -153,7 +153,46 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Sou
             "__getitem__, gives a sample by its index, and it has no read(indices) -> batch either"
             + ("; give its dataset (loader.dataset)" if hasattr(dataset, "batch_sampler") else "")
         )
-    return DatasetSource(dataset, collate)
+    return DatasetSource(Columns(dataset) if collate is None and _in_columns(dataset) else dataset, collate)
+
+
+class Columns:
+    """Map-style dataset of tensors, or arrays, that have a row for each sample: (x, y), or {"x": x, "y": y}."""
+
+    def __init__(self, columns: Any) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        values = self.columns.values() if isinstance(self.columns, Mapping) else self.columns
+        return len(next(iter(values)))
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.columns, Mapping):
+            return {name: column[index] for name, column in self.columns.items()}
+        return tuple(column[index] for column in self.columns)
+
+
+def _in_columns(data: Any) -> bool:
+    """Whether data is a tuple or dict of tensors or arrays with a row for each sample.
+
+    Raises `InputError` where their numbers of rows differ, or where a tuple may be one of samples as well.
+    """
+    columns = list(data.values()) if isinstance(data, Mapping) else list(data) if isinstance(data, tuple) else []
+    shapes = [tuple(getattr(column, "shape", ())) for column in columns]
+    if not columns or not all(shapes):
+        return False
+    told = f"data is a {type(data).__name__} of tensors of shapes {', '.join(map(str, shapes[:3]))}"
+    alike = len({(shape, str(column.dtype)) for shape, column in zip(shapes, columns, strict=True)}) == 1
+    if alike and not isinstance(data, Mapping):
+        if len(columns) > shapes[0][0]:  # more of them than rows: samples
+            return False
+        raise InputError(
+            f"{told}: samples, or tensors with a row for each? Give a list for samples, "
+            "torch.utils.data.TensorDataset(x, y) for rows"
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise InputError(f"{told}: tensors beside each other need one row for each sample, and as many rows")
+    return True
 
 
 def _is_iterable_style(dataset: Any) -> bool:

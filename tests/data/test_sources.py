@@ -304,6 +304,20 @@ def test_columns_of_python_values_are_joined() -> None:
     assert batch["label"].tolist() == [1, 4] and batch["text"] == ["line 1", "line 4"]
 
 
+def test_tensors_with_a_row_for_each_sample_are_samples() -> None:
+    x, y = torch.arange(12.0).view(6, 2), np.arange(6)
+    pair, named = as_source((x, y)), as_source({"x": x, "y": y})
+    assert (len(pair), len(named)) == (6, 6)
+    rows, labels = pair.read([1, 4])
+    assert torch.equal(rows, x[[1, 4]]) and labels.tolist() == [1, 4]
+    assert torch.equal(named.read([0, 5])["x"], x[[0, 5]])
+    assert len(as_source(tuple(torch.zeros(2) for _ in range(5)))) == 5  # more than rows: samples
+    with pytest.raises(InputError, match=r"tuple of tensors of shapes \(6, 2\), \(6, 2\): samples, or.*TensorDataset"):
+        as_source((x, x))
+    with pytest.raises(InputError, match=r"\(6, 2\), \(5,\): .*one row for each sample"):
+        as_source((x, y[:5]))
+
+
 class Damaged(Ragged):
     def __getitem__(self, index: int) -> Any:
         if index == 5:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise.cli.main import call
 from shardwise.errors import InputError
 from shardwise.ranks.launchers import find
+from shardwise.ranks.script import cause_of, of_script
 
 SCRIPTS = Path(__file__).parents[1] / "tasks" / "scripts"
 SCRIPT = """
@@ -88,7 +90,8 @@ def test_a_failing_rank_is_told_once_and_its_cause_last(folder, capfd):
     assert call(["run", "--nproc", "2", "--show-ranks", "script.py", "out.json", "--fail"]) == 1
     err = capfd.readouterr().err
     lines = err.strip().splitlines()
-    assert lines[-1] == "shardwise: run: rank 1 of 2 failed: ValueError: rank one has had enough"
+    told = r"shardwise: run: rank 1 of 2 failed: ValueError: rank one has had enough \[script.py, line \d+: raise.*\]"
+    assert re.fullmatch(told, lines[-1])
     assert err.count("Traceback") == 1 and "worker.py" not in err and "runpy" not in err
     assert any("script.py" in line and "line" in line for line in lines)
 
@@ -206,3 +209,30 @@ def test_one_process_of_accelerate_is_one_process():
     assert find({**master, "ACCELERATE_MIXED_PRECISION": "no"}) is None
     with pytest.raises(InputError, match="but not RANK, WORLD_SIZE"):
         find(master)
+
+
+TRACE = """Traceback (most recent call last):
+  File "{ours}/ranks/worker.py", line 3, in work
+    run()
+  File "train.py", line 9, in <module>
+    loss = model(x)
+           ^^^^^^^^
+  File "/lib/torch/nn/modules/module.py", line 1776, in _wrapped_call_impl
+    return self._compiled_call_impl(*args, **kwargs)
+  File "{ours}/scripts/entries.py", line 1, in call
+    return module._call_impl(*args, **kwargs)
+  File "/lib/torch/nn/modules/module.py", line 1790, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "train.py", line 5, in forward
+    return self.a(x)
+  File "/lib/torch/_ops.py", line 875, in __call__
+    return self._op(*args, **kwargs)
+RuntimeError: mat1 and mat2
+""".format(ours=Path(shardwise.__file__).parent)
+
+
+def test_a_traceback_of_the_script_is_told_without_ours():
+    shown = of_script(TRACE, "train.py")
+    assert str(Path(shardwise.__file__).parent) not in shown and "line 1790" not in shown and "worker" not in shown
+    assert shown.count("File") == 4 and "line 1776" in shown and "_ops.py" in shown and shown.endswith("mat1 and mat2")
+    assert cause_of(TRACE, "train.py") == "RuntimeError: mat1 and mat2 [train.py, line 5: return self.a(x)]"

@@ -28,7 +28,7 @@ from small_scripts import (
 from torch import nn
 from torch.func import jacrev, vmap
 
-from shardwise.errors import RefusedPlan, RunError
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankPool
 
 PLANS = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "dp_shard=3,zero=3")
@@ -383,6 +383,37 @@ def test_a_model_within_a_transform_is_refused(plan: str, before: bool, pool: Ra
         pool.run(transformed, 2, plan, before)
 
 
+def with_options(plan: str | None, **options: Any) -> tuple:
+    """Two losses of one graph, the first with an option of torch's backward."""
+    prepared, model, optimizer, loader = begin(plan, small(), batches(9))
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        output = model(x)
+        loss = (output - y).square().mean()
+        losses.append(prepared.backward(loss, **options).item() if prepared else loss.backward(retain_graph=True))
+        losses[-1] = float(losses[-1] or loss.detach())
+        losses.append(back(prepared, output.square().mean()))
+        optimizer.step()
+    return losses, weights_of(prepared or model)
+
+
+def held(plan: str | None) -> tuple:
+    return with_options(plan, retain_graph=True, create_graph=False)
+
+
+def recorded(plan: str) -> tuple:
+    return with_options(plan, create_graph=True)
+
+
+def misspelt(plan: str) -> tuple:
+    return with_options(plan, retain_grap=True)
+
+
+def without_loss(plan: str) -> None:
+    begin(plan, small(), batches(9))[0].backward()
+
+
 # --- all of them: a script, a plan, what it is given
 
 
@@ -397,7 +428,7 @@ EQUAL: list[tuple] = [
     (moved, "dp_shard=2,zero=2", {}, True), (moved, "tp=2", {}, False),
     (moved, "dp_shard=2,zero=3", {"loss_scope": "global"}, False),
     (moved, "dp_shard=3,zero=2", {"loss_scope": "global"}, True), (curved, "dp_shard=2,zero=3", True),
-    (forces, "dp_replicate=2"), (forces, "dp_shard=2,zero=2"),
+    (forces, "dp_replicate=2"), (forces, "dp_shard=2,zero=2"), (held, "dp_shard=2,zero=3"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     *((by_hand, plan, way) for plan in PLANS for way in WAYS),
@@ -409,6 +440,9 @@ test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
+    (recorded, "dp_replicate=2", RefusedPlan, "gradients of weights are summed over ranks.*create_graph=True.*line"),
+    (without_loss, "dp_replicate=2", InputError, r"is given no loss: prepared.backward\(loss\).*line \d+"),
+    (misspelt, "dp_replicate=2", InputError, r"has no retain_grap=.*did you mean 'retain_graph'.*line \d+"),
     (never_finite, "dp_shard=2,zero=2", RunError, r"not finite in step 0.*optimizer.step\(\)"),
     (searched, "dp_shard=2,zero=3", True, RefusedPlan, r"backward of the script's own.*deepcopy.*line \d+: gates.step"),
 ]  # fmt: skip

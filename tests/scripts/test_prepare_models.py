@@ -224,6 +224,27 @@ def test_a_script_that_has_ended_leaves_nothing_behind(plan: str, pool: RankPool
     assert pool.run(ended, 2, plan) == [0, 0]
 
 
+class Counting(nn.Module):
+    """Counts its forwards in an attribute of its class, by which it scales what it returns."""
+
+    forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).forwards += 1
+        return self.net(x) / type(self).forwards
+
+
+def counting(plan: str | None) -> tuple:
+    Counting.forwards = 0
+    prepared, model, optimizer, loader = begin(plan, made(Counting), batches(10))
+    losses = [stepped(prepared, optimizer, mse(model, x, y)) for x, y in loader]
+    return [*losses, Counting.forwards], weights_of(prepared or model)
+
+
 # --- what cannot be dealt is refused
 
 
@@ -249,7 +270,7 @@ def sparse(plan: str) -> None:
 EQUAL: list[tuple] = [
     (in_parts, "dp_shard=2,zero=3", agent), (in_parts, "dp_shard=2,zero=3", several), (in_parts, "tp=2", agent),
     (in_parts, "dp_replicate=2", several), (in_parts, "dp_shard=2,zero=2", weighed), (in_parts, "tp=2", weighed),
-    (judged, "tp=2"),
+    (judged, "tp=2"), (counting, "dp_shard=2,zero=3"), (counting, "tp=2"),
     (copied, "dp_shard=2,zero=2"),
     (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "another"),
     (thawed, "dp_replicate=2", "another"), (thawed, "tp=2", "group"), (thawed, "dp_shard=2,zero=3", "group"),

@@ -122,6 +122,8 @@ def mistaken(plan: str, case: str) -> None:
     prepared, model, optimizer, loader = begin(plan, model, batches(32, 8), optimizer)
     if case == "converted":
         model.float()
+    if case == "masked later":
+        model.head.weight.register_hook(lambda gradient: 0 * gradient)
     if case == "moved nowhere":
         model.to("cpu").to(torch.float64)
     if case == "thawed":
@@ -151,6 +153,7 @@ def mistaken(plan: str, case: str) -> None:
         ("dp_replicate=2", "replaced", InputError, "head.weight' was replaced after prepare"),
         ("dp_shard=2,zero=1", "thawed", InputError, r"layers.0.\w+' was frozen"),
         ("dp_shard=2,zero=3", "thawed later", InputError, r"layers.0.\w+' was frozen"),
+        ("dp_shard=2,zero=3", "masked later", RefusedPlan, "'head.weight' has a hook on its gradient, which is given"),
         ("tp=2", "masked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
         ("dp_replicate=2", "idle", RunError, "did not move in 3 steps"),
         ("dp_shard=2,zero=3", "idle", RunError, "did not move in 3 steps"),
@@ -162,6 +165,11 @@ def mistaken(plan: str, case: str) -> None:
 def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
     with pytest.raises(kind, match=words):
         pool.run(mistaken, 2, plan, case)
+
+
+def test_ranks_without_a_plan_are_told_what_to_give(pool: RankPool) -> None:
+    with pytest.raises(InputError, match=r'given no plan for the 2 ranks that run.*plan="dp_replicate=2"'):
+        pool.run(mistaken, 2, "single", "")
 
 
 def test_what_is_right_for_summands_is_taken(pool: RankPool) -> None:

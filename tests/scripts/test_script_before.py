@@ -8,7 +8,9 @@ import pytest
 from test_script_proof import PLAIN, PREPARE, PREPARED, TWO, prove, small_folder  # noqa: F401
 
 from shardwise.errors import InputError
+from shardwise.layout import Plan
 from shardwise.ranks import RankPool
+from shardwise.scripts.proof.receipts import line_of
 
 CLOSURE = """
         def closure():
@@ -69,3 +71,27 @@ def test_a_script_without_an_optimizer_is_nothing_to_compare_with(pool: RankPool
     (tmp_path / "plain.py").write_text(PLAIN.replace("optimizer.step()", "pass"))
     with pytest.raises(InputError, match=r"plain.py steps no optimizer.*leave --against out"):
         prove(pool, tmp_path, PREPARED, against=tmp_path / "plain.py")
+
+
+OTHERWISE = {  # what the changed script does otherwise -> (text, text in its place, what is told)
+    "rate": ("lr=1e-2", "lr=2e-2", "lr of the optimizer's group 0 is 0.02, in plain.py 0.01"),
+    "one gradient": (
+        "optimizer.step()",
+        "model[2].weight.grad.mul_(3); optimizer.step()",
+        "gradient of 2.weight is 3 t",
+    ),
+    "all gradients": ("backward(loss)", "backward(loss * 2)", "Every gradient is 2 times as large"),
+    "order": ("shuffle=True", "shuffle=False", "called with other numbers in step 0"),
+    "seed": ("manual_seed(0)", "manual_seed(1)", "before the first step. Its weights at the start are others"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_what_was_changed_is_told_by_name_and_noted(kind: str, pool: RankPool, tmp_path: Path) -> None:
+    old, new, told = OTHERWISE[kind]
+    (tmp_path / "plain.py").write_text(PLAIN)
+    parity = prove(pool, tmp_path, PREPARED.replace(old, new), against=tmp_path / "plain.py")
+    text = parity.text().replace(str(tmp_path) + "/", "")
+    assert not parity.parity and told in text and "parameter 0" not in text, text
+    line = line_of(str(tmp_path / "train.py"), Plan.parse("dp_replicate=2"))
+    assert line.startswith("NOT EQUAL to one process when it was proven")

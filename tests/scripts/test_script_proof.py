@@ -17,7 +17,7 @@ from shardwise.ranks import RankPool
 from shardwise.scripts.prepared import Prepared
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import files_of
-from shardwise.scripts.proof.recorder import BLOCKS, sketch
+from shardwise.scripts.proof.recorder import BLOCKS, content_of, sketch
 from shardwise.scripts.proof.scratch import looking_like
 from shardwise.scripts.proof.verify_script import verify_script
 
@@ -89,6 +89,27 @@ def test_what_rounding_explains_is_not_proven(pool: RankPool, tmp_path: Path) ->
     assert prove(pool, tmp_path, text.format(2)).parity
     parity = prove(pool, tmp_path, text.format(26))
     assert parity.verdict == "NOT PROVEN" and "one process does not agree with itself" in parity.text()
+
+
+STEEP = PREPARED.replace("AdamW", "SGD").replace(
+    "nn.functional.mse_loss(model(x), y)", "torch.cos(3e3 * model(x)).mean()"
+)
+
+
+def test_rounding_that_grows_from_step_to_step_is_not_proven(pool: RankPool, tmp_path: Path) -> None:
+    """Each step makes rounding a thousand times as large; a mistake of the first step is seen all the same."""
+    parity = prove(pool, tmp_path, STEEP)
+    assert parity.verdict == "NOT PROVEN" and max(parity.gradient_error.values()) > 1e-4, parity.text()
+    wrong = prove(
+        pool, tmp_path, STEEP.replace("backward(loss)", "backward(loss * (1 + 1e-5 * (prepared.world_size - 1)))")
+    )
+    assert wrong.verdict == "NOT EQUAL to one process" and "1.00001 times" in wrong.text(), wrong.text()
+
+
+def test_a_bias_before_a_batch_norm_under_adam_is_told(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, PREPARED.replace("nn.Linear(5, 8),", "nn.Linear(5, 8), nn.BatchNorm1d(8),"))
+    assert parity.parity and "the gradient of '0.bias' is zero but for rounding" in parity.text(), parity.text()
+    assert "Adam's own eps of 1e-08" in parity.text()
 
 
 def test_a_change_beside_prepare_is_told(pool: RankPool, tmp_path: Path) -> None:
@@ -272,7 +293,13 @@ def test_an_error_on_ranks_alone_is_told_with_the_script_s_line(pool: RankPool, 
     text = PREPARED.replace("22, 5", "24, 5").replace("loss = nn", "x.view(-1, 4, 5); loss = nn")
     error = prove(pool, tmp_path, text).error
     line = text.splitlines().index(next(each for each in text.splitlines() if "x.view" in each)) + 1
-    assert error and "on rank" in error and f"(line {line}: x.view(-1, 4, 5); loss = nn" in error
+    assert error and "on rank" in error and f"[train.py, line {line}: x.view(-1, 4, 5); loss = nn" in error
+
+
+def test_batches_of_any_dtype_are_compared_by_their_numbers() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    assert content_of((mask, torch.tensor([3 + 4j]))) == 3 + 5
+    assert content_of(mask[:, None].expand(2, 2, 2)) != content_of(mask[:, None].expand(2, 2, 2).flip(2))
 
 
 def test_a_sketch_is_linear_and_sees_one_element() -> None:

@@ -89,7 +89,9 @@ def run(
             raise rebuilt(type(error), message) from None
         if shown := of_script(trace, script).rstrip():
             click.echo(shown, err=True)
-        failed = rebuilt(type(error), f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace)}")
+        failed = rebuilt(
+            type(error), f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace, script)}"
+        )
         raise failed from None
     if check_profile is not None:
         check_profile()

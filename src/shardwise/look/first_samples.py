@@ -185,7 +185,7 @@ class _Look:
         findings, seen = self.findings, self.seen
         findings.batch_norms = batch_norm_modules(self.module)
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with AllPairs(self.sizes[0]) as pairs, _written_in_pieces(seen, self.share, self.follows):
+        with AllPairs(self.sizes[0]) as pairs, refusing_writes(seen, self.share, self.follows):
             of_whole, calls, after = self.run(self.whole)
         findings.scores = self._anywhere(seen.attends)
         findings.changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
@@ -234,8 +234,11 @@ class _Look:
 
 
 @contextmanager
-def _written_in_pieces(seen: Seen, share: Callable[[list[str]], list[str]], follows: bool) -> Iterator[None]:
-    """Context: raises `WritesWeights` where the forward inside wrote into weights of which ranks keep pieces."""
+def refusing_writes(seen: Seen, share: Callable[[list[str]], list[str]], follows: bool) -> Iterator[None]:
+    """Context: raises `WritesWeights` where the forward inside wrote into weights of which ranks keep pieces.
+
+    Parameters as in `look`.
+    """
 
     def lost() -> list[str]:
         return sorted((seen.ever_written - seen.given_to_pieces if follows else seen.ever_written) & seen.in_pieces)

@@ -79,12 +79,16 @@ class EpsWatch:
         noise = {name for name, size in self.gradients.items() if size <= ROUNDING * self.largest}
         if not noise:
             return [note]
-        return [
-            note,
-            f"the gradient of {_names(noise)} is zero but for rounding, which Adam's own eps of {min(self.raised):g} "
-            "can turn into updates of up to the learning rate, other ones on one process and on N: harmless where a "
-            "batch norm follows; leave the parameter out (bias=False), or give an eps of 1e-4",
-        ]
+        return [note, of_rounding(noise, min(self.raised))]
+
+
+def of_rounding(names: Collection[str], eps: float) -> str:
+    """Returns what to say of parameters whose gradient is zero but for rounding, under an Adam of this eps."""
+    return (
+        f"the gradient of {_names(names)} is zero but for rounding, which Adam's own eps of {eps:g} can turn into "
+        "updates of up to the learning rate, other ones on one process and on N: behind a batch norm they show in "
+        "evaluations alone, as its running mean lags; leave the parameter out (bias=False), or give an eps of 1e-4"
+    )
 
 
 def _names(names: Collection[str]) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardwise.errors import RunError
@@ -51,7 +51,7 @@ def run_script(path: str, arguments: Sequence[str], shown: bool, profiled: str |
 
 
 def of_script(trace: str, path: str) -> str:
-    """Returns a rank's traceback from the script's first frame on: what started the script is left out.
+    """Returns a rank's traceback from the script's first frame on, without our frames and what of torch these call.
 
     Of an error of ours the script's own lines, and nothing where it was raised beside them or names one in its message.
     """
@@ -65,13 +65,36 @@ def of_script(trace: str, path: str) -> str:
     if ours:  # its message says what is wrong: where in the script is all that is missing
         places = [at for at, line in enumerate(lines) if f'File "{path}"' in line]
         return "\n".join(line for at in places for line in lines[at : at + 2])
-    return "\n".join([lines[0], *lines[start:]])
+    return "\n".join([lines[0], *_without_ours(lines[start:])])
 
 
-def cause_of(trace: str) -> str:
-    """Returns the last line of a rank's traceback; of an error of ours its message alone."""
+def _without_ours(lines: list[str]) -> Iterator[str]:
+    """Yields the lines of a traceback, but those of our frames, and of torch's which these call."""
+    dropping = False
+    for line in lines:
+        if frame := _FRAME.match(line):
+            ours = frame[1].startswith(_FOLDER)
+            dropping = ours or (dropping and "/torch/" in frame[1])
+        elif not line.startswith("    "):
+            dropping = False
+        if not dropping:
+            yield line
+
+
+def line_in(trace: str, path: str) -> str:
+    """Returns the innermost line of a script in a traceback: "train.py, line 12: loss.backward()"; "" without one."""
+    lines = trace.splitlines()
+    at = max((at for at, line in enumerate(lines[:-1]) if f'File "{path}", line' in line), default=None)
+    return "" if at is None else f"{Path(path).name}, {lines[at].split(', ')[1]}: {lines[at + 1].strip()}"
+
+
+def cause_of(trace: str, path: str) -> str:
+    """Returns the last line of a rank's traceback, with the script's; of an error of ours its message alone."""
     last = trace.rstrip().splitlines()[-1]
-    return last.partition(": ")[2] if last.startswith(_OURS) else last
+    if last.startswith(_OURS):
+        return last.partition(": ")[2]
+    line = line_in(trace, path)
+    return f"{last} [{line}]" if line else last
 
 
 def stacks_first(message: str) -> tuple[str, str]:
@@ -82,4 +105,6 @@ def stacks_first(message: str) -> tuple[str, str]:
 
 
 _OURS = f"{RunError.__module__.partition('.')[0]}."  # before the names of our errors, in whatever room they are
+_FRAME = re.compile(r'  File "([^"]+)", line \d+')
+_FOLDER = str(Path(__file__).parents[1])
 _JOINS = {"shardwise.scripts.prepared", "shardwise.engine.engine"}  # imported where a script asks for them

@@ -23,16 +23,17 @@ from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
+from shardwise.parallel.full import FullShard
 from shardwise.part import whole as uncut
 from shardwise.part.dispatch import Gathers
 from shardwise.part.levels import Distributed
 from shardwise.progress import timing
 from shardwise.scripts.agreement import same_on_all
 from shardwise.scripts.dealt import Dealt
-from shardwise.scripts.entries import Entries
+from shardwise.scripts.entries import ClassAttributes, Entries
 from shardwise.scripts.gradient_arrivals import weakly
 from shardwise.scripts.guard import Gate
-from shardwise.scripts.model_look import ModelLook, look_at_model
+from shardwise.scripts.model_look import ModelLook, look_at_model, refuse_writes
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, line_of_script, names_line
@@ -61,10 +62,11 @@ class Calls(Loop):
         followed = randomness == "global" and mesh.gradients.size > 1 and not self.on_every_rank
         self._watched = SampleDraws(weakly(self._held_beside), weakly(self.drawn_for)) if followed else None
         self.called = False  # the model, in training
-        self._looks = mesh.data.size > 1 and not self.on_every_rank
+        self._looks = mesh.data.size > 1
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
         self._joined = set[nn.Module]()  # batch norms, over ranks
+        self._classes = ClassAttributes(model)
         self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
@@ -142,6 +144,7 @@ class Calls(Loop):
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
             self._listen(engine)
+        self._classes.changed()
         self.resume()
 
     @names_line
@@ -177,9 +180,7 @@ class Calls(Loop):
         if self._looks and self.entries.now not in self._looked:
             self._looked[self.entries.now] = ModelLook([], [])
             self._look(self.engine, args, kwargs)
-        if self.on_every_rank:
-            self._looked[self.entries.now] = ModelLook([], [])
-        elif self.whole is not None and self.inside == 1:
+        if self.whole is not None and self.whole.spreads and self.inside == 1:
             self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
@@ -206,6 +207,7 @@ class Calls(Loop):
                 "batch, so how many samples it has is not known: go through that loader"
             )
         args, kwargs = whole.enter(args, kwargs, self.dealt.part.total, self._dim or 0)
+        self.notices.say(whole.notices)
         self.engine.state.phase.stand_in = whole.rows.count == 0
         if self.draws is not None:
             self.draws.part = whole.local
@@ -235,6 +237,7 @@ class Calls(Loop):
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         assert self.engine is not None
         self.inside -= 1
+        self._classes.give_back()
         if self.draws is not None:
             self.draws.leave()
             self.draws.alike = False
@@ -271,14 +274,17 @@ class Calls(Loop):
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
-        samples = 0
+        samples, look = 0, ModelLook([], [])
         if self.dealt is not None:
             samples = self.dealt.local.count if self.whole is None else self.dealt.part.total
         phase = engine.state.phase
         said = timing(self.notices.shown, "prepare: looking at samples of the first batch")
         with said, self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
-            look = look_at_model(engine, args, kwargs, samples, self._dim, check=self._check)
+            if not self.on_every_rank:
+                look = look_at_model(engine, args, kwargs, samples, self._dim, check=self._check)
+            elif isinstance(engine.state.technique, FullShard):
+                refuse_writes(engine.module, args, kwargs)
             phase.looked_at = False
         for module in look.batch_norms:
             if module not in self._joined:

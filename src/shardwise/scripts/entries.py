@@ -114,6 +114,27 @@ class Entries:
         return forward
 
 
+class ClassAttributes:
+    """What forwards write into the class of a module (`type(self).seen += 1`), where a plan has made another of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Called before the plan changes the model."""
+        self._own = {child: type(child) for child in model.modules()}
+        self._made: dict[type, tuple[type, set[str]]] = {}
+
+    def changed(self) -> None:
+        """The plan has changed the model."""
+        pairs = {type(child): kind for child, kind in self._own.items() if type(child) is not kind}
+        self._made = {made: (kind, set(vars(made))) for made, kind in pairs.items()}
+
+    def give_back(self) -> None:
+        """Move what was written since to the script's own classes."""
+        for made, (kind, before) in self._made.items():
+            for name in [name for name in vars(made) if name not in before and not name.startswith("__")]:
+                setattr(kind, name, vars(made)[name])
+                delattr(made, name)
+
+
 class Way(functools.partial[Any]):
     """Stands before one module's own call, where torch puts a compiled one."""
 

@@ -39,7 +39,8 @@ READ = (
 )
 OUTSIDE = (
     "{} into a weight, or a gradient, of which this rank holds a piece: write in `with prepared.whole():` (grads=True: "
-    "gradients too), where model.parameters() are whole"
+    "gradients too), where model.parameters() are whole. An optimizer is made before prepare, or given to "
+    "prepared.replace_optimizer"
 )
 TAKEN = (
     "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "
@@ -146,8 +147,8 @@ _REMEDY = (
     "by torch.distributed.all_reduce in the forward"
 )
 WRITTEN = (
-    "the model's forward writes into {}, which zero=3 has gathered for it and frees again: make it a buffer, or use "
-    "zero=2"
+    "the model's forward writes into {}, which zero=3 has gathered for it and frees again: use zero=2, make it a "
+    "buffer, or, where it is initialised by data, run that forward before prepare"
 )
 _REPLACED = (
     "parameter '{}' was replaced after prepare (a conversion such as model.to or .double(), another parameter or "
@@ -160,7 +161,7 @@ class FirstSteps:
     """Beside an optimizer's steps: `before` and `after` each."""
 
     def __init__(self, engine: Engine) -> None:
-        self._state, self._steps = engine.state, 0  # that are done
+        self._state, self._plan, self._steps = engine.state, engine.plan, 0  # that are done
         self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
         self.places = ParametersInPlace(engine.module)
         trained = set(engine.state.names)
@@ -176,6 +177,7 @@ class FirstSteps:
 
     def _check_places(self) -> None:
         self.places.check()
+        refuse_hooks(self._state.module, self._plan)  # put on since prepare
         for name, param in self._frozen:
             if param.requires_grad:
                 raise InputError(

@@ -19,9 +19,9 @@ from shardwise.comm import gather_rows
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
-from shardwise.look.first_samples import look
+from shardwise.look.first_samples import gently, look, refusing_writes
 from shardwise.look.one_process import needs_gradients
-from shardwise.look.watched_run import TakesGradients, WritesWeights
+from shardwise.look.watched_run import Runner, Seen, TakesGradients, WritesWeights
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.random import BatchDims
@@ -122,6 +122,22 @@ def look_at_model(
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
+
+
+def refuse_writes(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Raise `RefusedPlan` where this call, run once and undone, writes into weights of which ranks keep pieces."""
+    seen = Seen(module)
+
+    def run() -> None:
+        with torch.random.fork_rng(devices=[]), seen.watching(), refusing_writes(seen, list, follows=True):
+            Runner(module, lambda call: module(*call[0], **call[1]), seen)((args, kwargs))
+
+    try:
+        gently(module, run)
+    except WritesWeights as written:
+        raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None
+    except TakesGradients:
+        pass  # what it writes shows in the versions of weights, and in a proof
 
 
 def _unplaced(batch: Any, places: Places) -> str:

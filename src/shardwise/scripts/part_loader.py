@@ -373,7 +373,8 @@ def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> Da
 
 def _refuse(loader: Any, data_ranks: int) -> None:
     if not isinstance(loader, Iterable):
-        raise InputError(f"prepare: the loader is of type {type(loader).__name__}, which cannot be iterated")
+        batched = ", a dataset: give DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""
+        raise InputError(f"prepare: the loader is of type {type(loader).__name__}, which cannot be iterated{batched}")
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     samplers += [getattr(samplers[1], "sampler", None)]
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 import shardwise
-from shardwise.errors import ShardwiseError
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
 
 _OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
 
@@ -74,3 +74,22 @@ def line_of_script() -> str:
 
 def _is_ours(name: str) -> bool:
     return name.startswith(_OURS) or name.startswith("<") or name.endswith(("contextlib.py", "functools.py"))
+
+
+_GRAPH = (
+    "prepared.backward(create_graph=True): gradients of weights are summed over ranks, which no graph goes through. A "
+    "penalty on gradients of inputs or outputs adds torch.autograd.grad(..., create_graph=True) of them to the loss; "
+    'gradients of weights: torch.autograd.grad under replicas, zero=1 or zero=2, with prepare(..., loss_scope="model")'
+)
+OPTIONS = ("weight", "mean_over", "summed", "also", "loader", "retain_graph")  # of prepared.backward
+
+
+def refuse_call(loss: object, options: dict[str, Any]) -> None:
+    """Raise where `backward` is given no loss, an option of torch's that ranks cannot follow, or a misspelt one."""
+    if loss is None:
+        raise InputError("prepared.backward is given no loss: prepared.backward(loss)")
+    if options.get("create_graph"):
+        raise RefusedPlan(_GRAPH)
+    for name in options.keys() - {"create_graph"}:
+        near = did_you_mean(name, [*OPTIONS])
+        raise InputError(f"prepared.backward has no {name}={near or '; it takes ' + ', '.join(OPTIONS)}")

@@ -29,13 +29,17 @@ from shardwise.scripts.guard import refuse_hooks
 from shardwise.scripts.spread import Named, total_of
 from shardwise.task import Domain, Task
 
+_ORDER = ": prepare(model, optimizer, loader, plan=...)"
+
 
 def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_scope: str) -> None:
     """Raise `InputError` or `RefusedPlan` for what cannot be prepared."""
     if not isinstance(model, nn.Module):
-        raise InputError(f"prepare: the model is of type {type(model).__name__}, expected a torch.nn.Module")
+        raise InputError(f"prepare: the model is of type {type(model).__name__}, expected a torch.nn.Module{_ORDER}")
     if not isinstance(optimizer, Optimizer):
-        raise InputError(f"prepare: the optimizer is of type {type(optimizer).__name__}, expected a torch Optimizer")
+        raise InputError(
+            f"prepare: the optimizer is of type {type(optimizer).__name__}, expected a torch Optimizer{_ORDER}"
+        )
     _refuse_wrapped(model, optimizer)
     if randomness not in ("global", "fast"):
         raise InputError(f"prepare: randomness is 'global' or 'fast', got {randomness!r}")
@@ -101,8 +105,13 @@ def join_ranks(plan: Plan) -> None:
     if world == 1 and plan.world_size > 1:
         raise InputError(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
-            f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size}); on several hosts, "
+            f"shardwise run --nproc {plan.world_size} (or torchrun, srun, mpirun); on several hosts, "
             "`shardwise launch` writes the lines"
+        )
+    if world > 1 and plan.world_size == 1:
+        raise InputError(
+            f"prepare was given no plan for the {world} ranks that run: say what they share, such as "
+            f'plan="dp_replicate={world}" (samples) or plan="dp_shard={world},zero=3" (weights too)'
         )
     place = here()
     if place is not None and world != plan.world_size:

@@ -31,7 +31,7 @@ from shardwise.scripts.over_ranks import OverRanks, check_loss, check_number, fo
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.sample_draws import differentiate
-from shardwise.scripts.script_lines import Notices, names_line
+from shardwise.scripts.script_lines import Notices, names_line, refuse_call
 from shardwise.scripts.script_profile import ScriptProfile
 from shardwise.scripts.step_hooks import hooks_around, hooks_aside, run_hooks
 from shardwise.step.control import Tally
@@ -75,9 +75,9 @@ class Stepping(OverRanks):
 
     @names_line
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
-        mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool = False,
-        summed: bool = False, loader: PartLoader | None = None,
+        self, loss: torch.Tensor = None, weight: torch.Tensor | float | None = None, *,
+        mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool | None = False,
+        summed: bool = False, loader: PartLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Stands for `loss.backward()`. Collective.
 
@@ -96,6 +96,7 @@ class Stepping(OverRanks):
         """
         if self.side is not None:
             self.side.recorder.may_go_on()
+        refuse_call(loss, options)
         check_loss(loss)
         for given, name in ((weight, "weight"), (mean_over, "mean_over")):
             check_number(given, name)
@@ -122,7 +123,7 @@ class Stepping(OverRanks):
             scaled = engine.state.scale
             many = engine.plan.accumulate
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device, many) if scaled is not None else 1.0
-            differentiate(loss, factor * scale, retain_graph=retain_graph)
+            differentiate(loss, factor * scale, retain_graph=bool(retain_graph))
         total = (loss.detach() if not loss.dim() else loss.detach().reshape(())) * factor
         for script, counted in zip(together, weights, strict=True):
             script._count(Loss(total, counted), stands_in, part)
@@ -341,7 +342,7 @@ class Stepping(OverRanks):
                     self._whole_gradients.put_back()
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
-                    not_finite(engine.state, self._result)
+                    not_finite(engine.state, self._result, _SKIP)
             self._optimizer_guard.leave()
             with self._gate.open(), hooks_aside(self.optimizer) if aside else nullcontext():
                 self._first.before()
@@ -407,6 +408,9 @@ class Stepping(OverRanks):
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
         self._forgotten = True
         self._form = None
+
+
+_SKIP = "look for numbers of the batch that are not finite, or leave such a step out: if prepared.loss.isfinite(): ..."
 
 
 def _local(tensor: Any) -> torch.Tensor:

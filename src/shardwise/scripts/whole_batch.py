@@ -14,14 +14,15 @@ rank runs it on all samples: nothing is cut or gathered, ranks draw alike, and e
 the mean is taken. The plan spreads weights, gradients and the optimizer's state, and no work.
 
 What this does not do: gather what a model returns that belongs to no sample and differs between ranks (a loss of its
-own); see whether an argument without a dim of samples has rows of some of them all the same, or whether
-one output is differentiated by another, of which none is made: `shardwise verify` does.
+own); see whether an argument without a dim of samples has rows of some of them all the same: `shardwise verify` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -35,7 +36,9 @@ from shardwise.part.levels import Distributed
 from shardwise.scripts.dealt import deal
 from shardwise.scripts.model_look import Places, Rows
 from shardwise.scripts.reading import in_class_of
+from shardwise.scripts.script_lines import refuse
 from shardwise.step.batching import samples_in
+from shardwise.trace.backwards import watch_backwards
 
 _TAG = "loss inputs"
 
@@ -55,6 +58,32 @@ class _OfAllSamples(torch.autograd.Function):
         return gather_samples(mine, ctx.counts, ctx.data, _TAG).movedim(0, ctx.dim), None, None, None
 
 
+@contextmanager
+def _told(whole: WholeBatch | None, inputs: Any) -> Iterator[None]:
+    """Context of a backward: where it fails, and is by an output of the model, raises `RefusedPlan` that says why."""
+    try:
+        yield
+    except RuntimeError:
+        given = [output() for output in whole._given] if whole is not None else []
+        if not any(one is output for one in inputs or () for output in given):
+            raise
+        # in place of it: torch's says that a tensor is unused
+        refuse(RefusedPlan(_BY_OUTPUT))
+
+
+_BY_OUTPUT = (
+    'torch.autograd.grad by an output of the model, under loss_scope="global": outputs are gathered from all ranks one '
+    'by one, and no graph goes from one to another: take it in the model\'s forward, or use loss_scope="sample" where '
+    'the loss adds up over samples, else "model"'
+)
+
+
+GIVEN_WHOLE = (
+    'loss_scope="global": an argument of the model has no dim that counts the batch\'s samples, and every rank gives '
+    'all of it to its own samples: where its rows belong to some of them, use loss_scope="model"'
+)
+
+
 class WholeBatch:
     """Wraps a model's training forwards: each rank computes its own samples, and outputs are gathered.
 
@@ -69,6 +98,11 @@ class WholeBatch:
         self.rows = Share(None, 0, 0, 0)
         self.local = self.rows
         self._counts: tuple[int, ...] = ()
+        self.notices: list[str] = []  # of the call under way
+        self._given: list[ref[torch.Tensor]] = []  # outputs of the last call that were gathered
+        if spreads:
+            here = ref(self)
+            finalize(self, watch_backwards(lambda roots, graph, inputs: _told(here(), inputs))).atexit = False
 
     def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
         """Returns the call on this rank's samples, which may be more or fewer than the batch's (two views of each)."""
@@ -84,6 +118,8 @@ class WholeBatch:
                     f'loss_scope="global": no argument of the model has a dim of the {samples} samples of the batch, '
                     "so its forward cannot be spread over them"
                 ) from None
+        leaves = [leaf for leaf in tree_flatten(call)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        self.notices = [GIVEN_WHOLE] if any(places.of(leaf) is None for leaf in leaves) else []
         dealt = [deal(total, self._data.size, rank) for rank in range(self._data.size)]
         mine = dealt[self._data.index]
         self.rows, self.local = mine.part, mine.local
@@ -105,6 +141,7 @@ class WholeBatch:
             found = [places.of(leaf) for leaf in leaves]
             self.dims = [None if dim is None else Rows(dim) for dim in found]
         gathered = [self._whole(*pair) for pair in zip(leaves, self.dims, strict=True)]
+        self._given = [ref(leaf) for leaf in gathered if isinstance(leaf, torch.Tensor)]
         return in_class_of(output, tree_unflatten(gathered, spec))
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:

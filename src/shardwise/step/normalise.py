@@ -22,11 +22,11 @@ from shardwise.step.state import RankState
 
 RUN = 2**13  # elements, whose squares float32 adds up with an error of 1e-7
 SKIP = 'or go on without such updates by on_nonfinite="skip"'
-DIVERGED = f"Lower the learning rate, set clip_norm, {SKIP}"
+DIVERGED = "Lower the learning rate, set clip_norm, {}"
 UNSET = "Give it values where the model is made: torch.empty holds what was in memory before"
 NO_WEIGHT = (
     "Look at the weight that Task.loss returns (in a script, what prepared.backward is given), and at the batch: every "
-    f"target is ignored, or a mask is empty. Leave such batches out, {SKIP}"
+    "target is ignored, or a mask is empty. Leave such batches out, {}"
 )
 
 
@@ -175,14 +175,14 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     return result, True
 
 
-def not_finite(state: RankState, result: StepResult) -> None:
-    """Raise `NotFinite`, unless the loss scaler expects this. Collective."""
+def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
+    """Raise `NotFinite`, unless the loss scaler expects this; `skip`: how to go on. Collective."""
     if state.scale is not None and math.isfinite(result.loss):
         return
     what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
-        raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT)
+        raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT.format(skip))
     unset = None if state.steps_done else _first_bad(state, lambda slot: slot.master)
     if unset:
         raise NotFinite(
@@ -190,7 +190,7 @@ def not_finite(state: RankState, result: StepResult) -> None:
         )
     bad = _first_bad(state, lambda slot: slot.master.grad)
     where = f"; the first bad gradient is that of '{bad}'" if bad else ""
-    raise NotFinite(f"{what} is not finite in step {state.steps_done}", where, DIVERGED)
+    raise NotFinite(f"{what} is not finite in step {state.steps_done}", where, DIVERGED.format(skip))
 
 
 def _first_bad(state: RankState, of: Callable[[Slot], torch.Tensor | None]) -> str | None:

@@ -121,6 +121,8 @@ class Reached:
         for kind in {type(child): None for child in module.modules()}:
             for base in kind.__mro__:
                 self._of_class(base, None)
+            if any(base in self.classes for base in kind.__mro__):
+                self.classes[kind] = None  # made of the user's, by FSDP2: `type(self).seen += 1` writes there
         for function in (*_hooks_of(module), *functions):
             self._of_function(function)
 

@@ -15,13 +15,14 @@ What this does not do: tell more than one cause.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from shardwise.layout import Plan
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Tensors
+from shardwise.scripts.proof.comparison_records import first_difference
 from shardwise.scripts.proof.recorder import ScriptRecord
 
 NEAR = 1e-6
@@ -37,8 +38,7 @@ NO_SCOPE = (
 # what each cause is, and what to do; {} are the facts
 CAUSES = {
     "not_deterministic": "the script does not equal itself in one process: {}. Seed what draws, and leave out clocks",
-    "changed": "the changed script differs from {} in one process already: {}. Beside the lines of prepare something "
-    "else was changed, or the loss is divided otherwise",
+    "changed": "the changed script differs from {} in one process already: {}. {}",
     "weights_at_start": "weights differ before the first step: {}",
     "batch_norm_buffers": "gradients and weights are equal, buffers differ ({}): statistics of a rank's own samples",
     "other_samples": "ranks train on other samples than one process, from step {} on: the sum of all numbers in the "
@@ -112,7 +112,7 @@ OF_OTHERS = {
     "rank's own samples (a queue, a running mean, a state)",
     "own_backward": "the optimizer finds no gradient on ranks: none is reduced (no_sync, "
     "set_requires_gradient_sync(False)), or it was taken away before the step",
-    "changed": "the script differs from {} in one process already: {}",
+    "changed": "the script differs from {} in one process already: {}. {}",
     "loss_scope": "the loss does not add up over samples ({:.0e} is left over): what one sample asks depends on those "
     "beside it. Join batch norms (SyncBatchNorm), and the parts of a ratio or a contrast over ranks",
 }
@@ -130,23 +130,6 @@ class Cause:
     def text(self) -> str:
         """The sentence."""
         return (CAUSES | OF_OTHERS if self.foreign else CAUSES)[self.name].format(*self.facts).rstrip()
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """What exceeds its bar in the first step in which anything does."""
-
-    kind: str
-    name: str
-    step: int
-
-    def as_dict(self) -> dict[str, object]:
-        """Returns it as plain JSON."""
-        return asdict(self)
-
-    def text(self) -> str:
-        """Returns it in words."""
-        return f"{self.kind} of '{self.name}', step {self.step}" if self.name else f"{self.kind}, step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -187,7 +170,31 @@ def cause_of_change(sides: Difference, before: str) -> Cause:
         )
         if rest < NEAR and all(abs(share - 1) < NEAR for share in shares):
             return _cause("gradients_kept", step)
-    return replace(_cause("changed", before, _first_of(sides.parity)), foreign=sides.foreign)
+    return replace(_cause("changed", before, _first_of(sides.parity), _done(sides)), foreign=sides.foreign)
+
+
+def _done(sides: Difference) -> str:
+    """Returns what the changed script does otherwise, as far as arithmetic tells."""
+    parity, step = sides.parity, first_step(sides)
+    was, now = sides.single.steps[step], sides.ranks[0].steps[step]
+    if any(at < 0 for at in parity.exceeded.values()):
+        return "Its weights at the start are others: more is drawn before they are, or by another seed"
+    settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
+    if settings and int(settings.split()[1].rstrip(":")) <= step:
+        return f"Another setting of the optimizer, {settings}"
+    if abs(was.content - now.content) > NEAR * abs(was.content):
+        return f"Its models are called with other numbers in step {step}: samples, their order, or how they are made"
+    names = [name for (kind, name), at in parity.exceeded.items() if kind == "gradient" and at == step]
+    for few in (was.gradients, {name: was.gradients[name] for name in names if name in was.gradients}):
+        factor = _factor(_vector(now.gradients, few), _vector(few, few)) if few else None
+        if factor is not None and abs(factor - 1) > NEAR:
+            which = "Every gradient" if few is was.gradients else f"The gradient of {', '.join(names[:3])}"
+            return (
+                f"{which} is {factor:.6g} times as large there: a loss, or gradients, are scaled or divided otherwise"
+            )
+    if names:
+        return "The loss, or the model, is another one there"
+    return "Gradients are equal: the optimizer is another, or weights, buffers or losses are changed beside it"
 
 
 def _of_records(sides: Difference) -> Cause | None:
@@ -414,12 +421,6 @@ def _apart(first: ScriptRecord, other: ScriptRecord, step: int) -> bool:
 def _ratio(shares: list[float]) -> str:
     total = sum(abs(share) for share in shares) or 1.0
     return " : ".join(f"{share / total:.3g}" for share in shares)
-
-
-def first_difference(parity: Parity) -> FirstDifference:
-    """Returns what exceeds its bar first, of what does."""
-    (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
-    return FirstDifference(kind, name, step)
 
 
 def _first_of(parity: Parity) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 
 import torch
 
 from shardwise.proof.compare_records import compare
+from shardwise.proof.eps import of_rounding
 from shardwise.proof.narrow import MOST_BAR, set_noise_apart
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Deviation, Record, Tensors
 from shardwise.proof.settings import LEAST_EPS
-from shardwise.scripts.proof.cause import first_difference
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecord
 
 ROUNDING = 1e-11  # of the model's largest gradient: below it a gradient is what rounding leaves of a zero
@@ -21,6 +22,30 @@ MEETS = {
     "an evaluation": "the model was not evaluated",
     "a save": "nothing was saved by save_weights or shardwise.save",
 }
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """What exceeds its bar in the first step in which anything does."""
+
+    kind: str
+    name: str
+    step: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns it as plain JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """Returns it in words."""
+        what = f"{self.kind} of '{self.name}'" if self.name else self.kind
+        return f"{what}, step {self.step}" if self.step >= 0 else f"{what}, before the first step"
+
+
+def first_difference(parity: Parity) -> FirstDifference:
+    """Returns what exceeds its bar first, of what does."""
+    (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
+    return FirstDifference(kind, name, step)
 
 
 def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
@@ -125,6 +150,11 @@ def _is_rounding(record: Record, name: str) -> bool:
     return seen
 
 
+def _is_zero(record: Record, name: str) -> bool:
+    """Whether a parameter's gradient is exactly zero in every step."""
+    return not any(gradient is not None and gradient.any() for gradient in (g.get(name) for g in record.gradients))
+
+
 def judge(
     parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool
 ) -> None:
@@ -153,7 +183,7 @@ def judge(
         if single.steps[step].settings != many.steps[step].settings:
             parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
             break
-    if len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
+    if not parity.exceeded and len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
         _compare_saved(parity, single, many)
         _compare_beside(parity, single, ranks)
     unmet = [words for what, words in MEETS.items() if what not in single.met]
@@ -165,8 +195,10 @@ def judge(
             "and decides by is of a rank's own samples (prepared.sum, prepared.gather)"
         )
     parity.notes = list(dict.fromkeys(parity.notes))
-    if single.raised_eps or many.raised_eps:
+    if eps := single.raised_eps or many.raised_eps:
         parity.notes.append(f"an optimizer's eps below {LEAST_EPS:g} is {LEAST_EPS:g} on both sides")
+        zero = {name for name in mine.trained if _is_rounding(mine, name) and not _is_zero(mine, name)}
+        parity.notes += [of_rounding(zero, eps)] if zero else []
 
 
 def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
@@ -201,10 +233,10 @@ def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]
 
 def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
     for place, (mine, theirs) in enumerate(zip(single, many, strict=False)):
-        for key in mine.keys() | theirs.keys():
+        for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):
                 return (
-                    f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)} on ranks, "
-                    f"{mine.get(key)} in one process"
+                    f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)}, in one process "
+                    f"{mine.get(key)}"
                 )
-    return f"step {step}: the optimizer has {len(many)} groups on ranks, {len(single)} in one process"
+    return f"step {step}: the optimizer has {len(many)} groups, in one process {len(single)}"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.proof.settings import raise_eps
 from shardwise.scripts.over_ranks import OverRanks
 from shardwise.scripts.proof.recorder import ScriptRecorder, shortened, sketch
 
@@ -37,7 +36,7 @@ class RankSide:
 
     def before(self, prepared: OverRanks) -> None:
         """The optimizer's step begins; the script has done to gradients what it does."""
-        self.recorder.record.raised_eps |= bool(raise_eps(prepared.optimizer))
+        self.recorder.raise_eps(prepared.optimizer)
         with prepared._gate.open():
             named = list(prepared.engine.full_gradients())
             if prepared.gradients is not None and prepared.gradients.by_hand:  # perhaps in a step without a backward
@@ -69,6 +68,5 @@ def side_of(prepared: OverRanks, loader: Any, recorder: ScriptRecorder | None) -
     if recorder is None:
         return None
     shortened(loader, recorder)
-    if raise_eps(prepared.optimizer):
-        recorder.record.raised_eps = True
+    recorder.raise_eps(prepared.optimizer)
     return RankSide(prepared, recorder)

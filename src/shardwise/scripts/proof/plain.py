@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
-from shardwise.proof.settings import raise_eps
 from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, nudge, shortened
 from shardwise.scripts.reading import samples_of
+from shardwise.scripts.script_lines import refuse_call
 
 
 class PlainLoader:
@@ -90,6 +90,7 @@ class Plain:
         self.grad_norm = float("nan")
         self.notices: list[str] = []
         self._weights: list[float] = []  # of this step's losses, by which their gradients are still to be divided
+        self._losses: list[torch.Tensor] = []  # of this step
         self._calls = 0
         nudge(self.model.parameters(), recorder.job)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
@@ -104,16 +105,18 @@ class Plain:
     # --- what a script calls
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
-        mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool = False,
-        summed: bool = False, loader: PlainLoader | None = None,
+        self, loss: torch.Tensor = None, weight: torch.Tensor | float | None = None, *,
+        mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool | None = False,
+        summed: bool = False, loader: PlainLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """`loss.backward()`; returns the loss that ranks are told."""
         self._recorder.may_go_on()
+        refuse_call(loss, options)
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
         loss = loss.reshape(())
         loss.backward(retain_graph=retain_graph)
         value = loss.detach().clone().double()
+        self._losses.append(value)
         for script in (self, *also):
             if weight is not None:
                 script._weights.append(float(weight))
@@ -121,12 +124,14 @@ class Plain:
             script._recorder.loss(script.number, float(value) / (float(weight) if weight is not None else 1.0), form)
             if script._calls % script.plan.accumulate == 0:
                 script._divide()
-        self.loss = value if weight is None else value / float(weight) if float(weight) else value * float("nan")
-        return self.loss
+        return value if weight is None else _over(value, float(weight))
 
     def _divide(self) -> None:
-        """Divide this step's gradients by its weights, once."""
-        total, self._weights = sum(self._weights), []
+        """Divide this step's gradients, and its loss, by its weights, once."""
+        if self._losses:
+            self.loss = sum(self._losses)
+            self.loss = _over(self.loss, sum(self._weights)) if self._weights else self.loss
+        total, self._weights, self._losses = sum(self._weights), [], []
         if total:
             for param in self.model.parameters():
                 if param.grad is not None:
@@ -219,8 +224,7 @@ class Plain:
 
     def _hook(self, optimizer: Optimizer) -> None:
         """Record the optimizer's steps."""
-        if raise_eps(optimizer):
-            self._recorder.record.raised_eps = True
+        self._recorder.raise_eps(optimizer)
         inner, plain = optimizer.step, self
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -232,9 +236,7 @@ class Plain:
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         recorder = self._recorder
-        recorder.record.raised_eps |= bool(
-            raise_eps(self.optimizer)
-        )  # a state that was loaded may have brought it back
+        recorder.raise_eps(self.optimizer)
         if closure is not None:
             result = inner(closure)  # the gradients of its last call
             recorder.before(self.number, self._gradients())
@@ -255,6 +257,10 @@ class Plain:
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _over(value: torch.Tensor, weight: float) -> torch.Tensor:
+    return value / weight if weight else value * float("nan")
 
 
 def load_refused(folder: str | Path) -> dict[str, Any]:

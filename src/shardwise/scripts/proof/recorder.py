@@ -14,6 +14,7 @@ What this does not do: record in a thread of the script's own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,16 +23,21 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from shardwise.layout import Plan
 from shardwise.proof.record import Tensors, kept_state
+from shardwise.proof.settings import raise_eps
 from shardwise.scripts.reading import standing
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
 ENDLESS = 10**6  # batches of an epoch whose last is not looked for: a sampler with replacement may promise any number
 BESIDE, SUMMED = "a loader beside the main one", "a sum over ranks"  # of what a script met
+
+
+_PLACE = re.compile(r"\bparameter \d+")
 
 
 class Enough(BaseException):
@@ -71,12 +77,27 @@ class ScriptRecord:
     met: set[str] = field(default_factory=set)  # of what a proof should meet: "an epoch's end", "a save", ...
     notices: list[str] = field(default_factory=list)
     states_known: bool = True
-    raised_eps: bool = False
+    raised_eps: float = 0.0  # the least eps of an optimizer that was raised; 0: none was
     drew: set[int] = field(default_factory=set)  # steps within which random numbers were drawn after the batch came
     failed: tuple[str, str] | None = None  # (kind and message, traceback)
     eps: float = 0.0  # of the coarsest dtype of 16 bits that it computes in, in its own precision
     ended: bool = False  # by the proof, which had seen enough
     seen: ScriptRecord | None = None  # by torch's hooks, beside what prepare tells
+    names: list[dict[str, str]] = field(default_factory=list)  # by optimizer: of "parameter 3", in what was prepared
+
+    def rename(self, names: list[dict[str, str]]) -> None:
+        """Give parameters that are known by their places in optimizers the names that models have for them."""
+
+        def of(number: int, text: str) -> str:
+            known = names[number] if number < len(names) else {}
+            return _PLACE.sub(lambda place: known.get(place[0], place[0]), text)
+
+        for step in self.steps:
+            for kind in ("gradients", "parameters", "states"):
+                setattr(step, kind, {of(step.model, name): t for name, t in getattr(step, kind).items()})
+        self.initial = [{of(n, name): t for name, t in tensors.items()} for n, tensors in enumerate(self.initial)]
+        self.trained = [{of(n, name) for name in tensors} for n, tensors in enumerate(self.trained)]
+        self.shapes = {of(int(key.partition(":")[0]), key): shape for key, shape in self.shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -153,6 +174,11 @@ class ScriptRecorder:
         self._coming.append(StepRecord(len(self.models) - 1))
         self._counts.append(0)
         return len(self.models) - 1
+
+    def raise_eps(self, optimizer: Optimizer) -> None:
+        """Raise an optimizer's eps to the least of a proof; again where a state that was loaded has brought it back."""
+        raised = [*raise_eps(optimizer), *filter(None, [self.record.raised_eps])]
+        self.record.raised_eps = min(raised, default=0.0)
 
     def may_go_on(self) -> None:
         """Raise `Enough` where every model has taken its steps; called where a backward begins, on every rank."""
@@ -259,7 +285,7 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
             if rows is not None and leaf.dim() > dim and leaf.shape[dim] == held:
                 leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
-            sizes = leaf.detach().abs().double()
+            sizes = (leaf.detach() if leaf.is_complex() else leaf.detach().double()).abs().double()  # of bools too
             if leaf.dim() > 2:
                 sizes = sizes @ torch.arange(leaf.shape[-1], device=leaf.device).double().cos().add(2.0)
             total += float(sizes.sum())

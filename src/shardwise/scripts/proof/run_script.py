@@ -73,7 +73,16 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
             if not asked.plain:
                 raise
             recorder.record.failed = _failure_of(error, asked, said)
+        if recorder.record.seen is not None:
+            recorder.record.seen.names = [_names_of(optimizer, recorder.models) for optimizer in beside.models]
     return recorder.record
+
+
+def _names_of(optimizer: torch.optim.Optimizer, prepared: list[Any]) -> dict[str, str]:
+    """Returns, for each place in an optimizer ("parameter 3"), the name of that parameter in a prepared model."""
+    names = {id(param): name for each in prepared for name, param in each.model.named_parameters()}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {f"parameter {at}": names[id(param)] for at, param in enumerate(params) if id(param) in names}
 
 
 def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import InputError
-from shardwise.proof.settings import raise_eps
 from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, nudge, sketch
 
 # what wrappers put into the names of what they hold
@@ -113,8 +112,7 @@ class TorchHooks:
         if self._inside > 1:  # an optimizer within another one
             return
         self._closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # behind the optimizer
-        if raise_eps(optimizer):
-            self._recorder.record.raised_eps = True
+        self._recorder.raise_eps(optimizer)
         with self._readable(grads=True):
             named = self._named(optimizer)
             if id(optimizer) not in self._numbers:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,18 +24,22 @@ from typing import Any
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.progress import Say, silent
+from shardwise.proof.compare_records import compare
 from shardwise.proof.narrow import LEAST_BAR, bar_of
 from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
+from shardwise.proof.record import Record
 from shardwise.proof.rounding import NUDGES, Noise, add_noise, errors_of, explain_by_rounding
+from shardwise.ranks.script import cause_of
 from shardwise.scripts.proof import receipts
-from shardwise.scripts.proof.cause import Difference, cause_of, cause_of_change
-from shardwise.scripts.proof.comparison_records import joined, judge, record_of
+from shardwise.scripts.proof.cause import Difference, cause_of_change
+from shardwise.scripts.proof.cause import cause_of as cause_of_difference
+from shardwise.scripts.proof.comparison_records import joined, judge, record_of, zero_gradients
 from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
 STEPS = 6
-MOST_ROUNDING = 1e-5  # of an error: mistakes are near 1
+_OURS = "on rank"  # how an error of ours is told
 KEPT = 3  # groups of micro-batches at the start of an epoch, beside its last batch
 
 
@@ -119,6 +123,8 @@ def verify_script(
         say(f"verify: {against} in one process")
         changed = _compare_change(runs, reference, first, str(against), failed)
         if not changed.equal:
+            if chosen is not None:
+                receipts.write(asked.path, chosen, changed, len(first.steps), first.files)
             return changed
         parity.notes.append(f"in one process the script equals {against}, as that stands")
         asked, reference = (job if job.foreign else replace(job, hooks="none") for job in (asked, reference))
@@ -133,6 +139,7 @@ def verify_script(
                 f"left out of the proof, which is of the layout, not of rounding: {', '.join(rounding)}"
             )
     world = chosen.world_size if chosen is not None else int(nproc or 1)
+    _refuse_not_finite(first)
     parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
     say(f"verify: the same on {world} ranks" + (f" under {chosen}" if chosen is not None else ""))
     records, asked = _shown_or_hidden(runs, asked, chosen, parity, say)
@@ -151,17 +158,17 @@ def verify_script(
     if not many.steps and not first.steps:
         raise InputError(f"verify: {asked.path} ended before any optimizer took a step, so there is nothing to prove")
     judge(parity, first, many, records, foreign=asked.foreign)
-    if not parity.equal and parity.float64 and max(errors_of(parity).values()) < MOST_ROUNDING:
-        say("verify: they differ by little; one process with weights moved by one epsilon")
-        _set_rounding_apart(runs, reference, first, parity)
     if not parity.equal:
-        _refuse_not_finite(first)
-        say("verify: they differ; one process again, to see whether the script equals itself")
-        again = runs.alone(reference)
+        say("verify: they differ; one process again, with weights moved by one epsilon")
+        itself = _set_rounding_apart(runs, reference, first, records, parity, foreign=asked.foreign)
+    if not parity.equal:
+        if not itself.equal:
+            say("verify: and as it was, to see whether the script equals itself")
+            itself = _against(first, runs.alone(reference))
         layout = chosen or Plan(dp_replicate=world)
-        parity.cause = cause_of(
+        parity.cause = cause_of_difference(
             Difference(
-                first, records, parity, layout, _against(first, again), apart=_apart(runs, asked, layout),
+                first, records, parity, layout, itself, apart=_apart(runs, asked, layout),
                 cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
             )
         )  # fmt: skip
@@ -178,7 +185,7 @@ def _shown_or_hidden(
     Records are None where both fail; `parity` then has the error of those that see it.
     """
     records = _on_ranks(runs, asked, chosen, parity)
-    if not parity.error or asked.foreign:
+    if not parity.error or asked.foreign or parity.error.startswith(_OURS):  # which says what differs
         return records, asked
     say("verify: that fails; the same without RANK and the like, as shardwise run hides them")
     hidden = replace(asked, hides=True)
@@ -190,11 +197,30 @@ def _shown_or_hidden(
     return records, hidden
 
 
-def _set_rounding_apart(runs: _Runs, reference: ScriptJob, first: ScriptRecord, parity: Parity) -> None:
-    """Make the proof NOT PROVEN where one process differs as much from itself, with weights moved by one epsilon."""
-    moved = (runs.alone(replace(reference, nudge=seed)) for seed in range(1, NUDGES + 1))
-    steps = len(first.steps)
-    explain_by_rounding(parity, record_of(first, [first], steps), (record_of(run, [run], steps) for run in moved))
+def _set_rounding_apart(
+    runs: _Runs, reference: ScriptJob, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity, *, foreign: bool
+) -> Parity:
+    """Make the proof NOT PROVEN where, in the first step that differs, one process differs as much from itself, with
+    weights moved by one epsilon. Returns how the first of those runs compares with one process."""
+    moved: list[ScriptRecord] = []
+
+    def records(steps: int) -> Iterator[Record]:
+        for seed in range(1, NUDGES + 1):
+            moved.append(runs.alone(replace(reference, nudge=seed)))
+            yield record_of(moved[-1], moved[-1:], steps)
+
+    steps = min(parity.exceeded.values(), default=-1) + 1
+    if parity.float64 and steps > 0:
+        early, one = Parity("", 1, bars=dict(FLOAT64_BARS)), record_of(first, [first], steps)
+        many = record_of(ranks[0], ranks, steps, foreign=foreign)
+        compare(early, one, many)
+        zero_gradients(early, one, many)
+        explain_by_rounding(early, one, records(steps))
+        if early.unproven:
+            parity.unproven += early.unproven
+            parity.noisy |= errors_of(parity).keys()  # later steps go on from there
+            parity.differences, parity.first = [], None
+    return _against(first, moved[0] if moved else runs.alone(reference))
 
 
 def _refuse_not_finite(first: ScriptRecord) -> None:
@@ -228,10 +254,16 @@ def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before
         mine.losses = theirs.losses if weights else mine.losses
         same = mine.buffers.keys() & theirs.buffers.keys()  # either script may call other modules by themselves
         mine.buffers, theirs.buffers = ({name: step.buffers[name] for name in same} for step in (mine, theirs))
+    names = now.names if len(was.initial) == len(now.names) else []
+    was.rename(names)
+    now.rename(names)
     judge(parity, was, now, [now], foreign=False)
     if not parity.equal:
         _refuse_not_finite(was)
-        sides = Difference(was, [now], parity, Plan(), _against(was, runs.alone(job)), foreign=reference.foreign)
+        again = runs.alone(job)
+        again.rename(names)
+        parity.differences = [each.replace("in one process", f"in {before}") for each in parity.differences]
+        sides = Difference(was, [now], parity, Plan(), _against(was, again), foreign=reference.foreign)
         parity.cause = cause_of_change(sides, before)
     return parity
 
@@ -375,10 +407,8 @@ def _cures(
 
 def _failed_on_ranks(error: RunError, path: str) -> str:
     """Returns what is said of an error on a rank, with the script's own line."""
-    trace = getattr(error, "remote_traceback", "").rstrip().splitlines()
-    last = trace[-1] if trace else str(error)
-    if last.startswith("shardwise."):  # an error of ours, found in a step: it says what to do
-        return f"on rank {getattr(error, 'rank', 0)}: {last.partition(': ')[2]}"
-    place = next((at for at in reversed(range(len(trace) - 1)) if f'File "{path}", line' in trace[at]), None)
-    where = "" if place is None else f" ({trace[place].split(', ')[1]}: {trace[place + 1].strip()})"
-    return f"the script fails on rank {getattr(error, 'rank', 0)}, and not in one process: {last}{where}"
+    trace = getattr(error, "remote_traceback", "").rstrip() or str(error)
+    what, rank = cause_of(trace, path), getattr(error, "rank", 0)
+    if trace.splitlines()[-1].startswith("shardwise."):  # an error of ours, found in a step: it says what to do
+        return f"{_OURS} {rank}: {what}"
+    return f"the script fails on rank {rank}, and not in one process: {what}"
