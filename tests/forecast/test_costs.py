@@ -731,6 +731,20 @@ def test_stages_of_fully_shard_stay_whole_in_pytorchs_pipelines() -> None:
     assert held[0]["weights"] - held[1]["weights"] == 2e9 and held[0]["gradients"] == 4e9 == 2 * held[1]["gradients"]
 
 
+def test_gradients_stay_whole_until_the_last_micro_batch_without_syncs() -> None:
+    """They are summed once, so more micro-batches send weights alone, and whole ones lie in float32 meanwhile."""
+    layout, fsdp, once = Layout(shard=8, zero=3, seq=8192), software("fsdp"), software("fsdp-no-sync")
+    for n in (1, 4):
+        each, whole = (states({"dense": 1e9, "experts": 0.0}, layout.with_(n_micro=n), soft) for soft in (fsdp, once))
+        assert each["gradients"] == 4e9 / 8
+        assert whole["gradients"] == (2e9 if n > 1 else 4e9 / 8)  # in the dtype that they are summed in
+        assert {**whole, "gradients": 0.0} == {**each, "gradients": 0.0}
+    slow = Cluster.parse("8x1 h100-sxm-80gb, ib-100")
+    sent = [[simulate(LLAMA, layout.with_(n_micro=n), slow, soft).exposed["data"] for n in (1, 4)]
+            for soft in (fsdp, once)]  # fmt: skip
+    assert sent[0][0] == pytest.approx(sent[1][0]) and sent[1][1] < sent[0][1]
+
+
 def test_weights_cost_a_micro_batch_what_is_moved_of_them() -> None:
     """Sums of gradients that no product makes; what fully_shard copies; nothing where a product adds into the sum."""
     once, twice, whole = Layout(shard=8, zero=1), Layout(shard=8, zero=1, n_micro=2), Layout(shard=8, zero=3)

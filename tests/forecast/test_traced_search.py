@@ -110,7 +110,7 @@ def test_a_batch_that_does_not_divide_is_dealt_as_a_run_deals_it(batch: int, wor
     """Each layout comes back from its plan, and no rank of it is without samples in a micro-batch."""
     from shardwise.costs.layout import of_plan
     from shardwise.planner.candidates import plan_of
-    from shardwise.planner.traced_task import dealt
+    from shardwise.planner.rehearsed_sizes import dealt
 
     found = list(data_layouts(world, batch, 8, ["none"]))
     over_all = [each for each in found if each.dp == world]

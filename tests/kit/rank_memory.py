@@ -6,7 +6,8 @@ from itertools import product
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.planner.traced_task import BlockMemory, Traced, dealt, places, played
+from shardwise.planner.rehearsed_sizes import dealt, played
+from shardwise.planner.traced_task import BlockMemory, Traced, places
 from shardwise.rehearsal.cut_module import CutRehearsal
 from shardwise.simulator.held import memory
 

@@ -68,6 +68,12 @@ def whole_in_pipeline(software: Software, layout: Layout) -> bool:
     return software.pipelines_whole and layout.sharded.gradients and layout.pp > 1
 
 
+def whole_gradients(software: Software, layout: Layout) -> bool:
+    """Whether gradients under ZeRO-2 and 3 stay whole until those of the last micro-batch are there, and are summed."""
+    between = software.sums_once and layout.sharded.gradients and layout.n_micro * layout.rounds > 1
+    return between or whole_in_pipeline(software, layout)
+
+
 def handled_bytes(software: Software, layout: Layout) -> float:
     """Returns the bytes moved for each weight in a micro-batch beside its products: gradient sums, ZeRO-3's copies."""
     gradient = STATES[software.states].on_wire

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.costs.block import whole_in_pipeline
+from shardwise.costs.block import whole_gradients, whole_in_pipeline
 from shardwise.costs.layout import Layout
 from shardwise.costs.narrow import decoded, resting
 from shardwise.costs.rings import ACT_BYTES, merged_block
@@ -98,8 +98,9 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         out[COPIES] += count * policy.copies * share
         out["master"] += count * policy.master * (share if stage.state else 1.0)
         out["optimizer"] += count * policy.optimizer * (share if stage.state else 1.0)
-        if whole_in_pipeline(software, layout):  # shards of gradients come as whole ones go
+        if whole_in_pipeline(software, layout):
             out["weights"] += count * 2.0 if stage.weights else 0.0
+        if whole_gradients(software, layout):  # their shards come as whole ones go
             out["gradients"] += count * (software.grad_reduce_bytes - policy.gradient * share)
         if stage.weights and policy.master > policy.weight:
             out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest

@@ -97,8 +97,8 @@ class Software:
     repeats_keys     keys and values are copied for each head of queries that reads them
     waits            what a compiled block sends for cp is waited for where it stands (functional collectives, traced)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
-    pipelines_whole  a pipeline's stage under ZeRO-2 and 3 keeps its gradients whole, and sums them once after the last
-                     micro-batch, beside nothing; under ZeRO-3 it gathers its weights once in a step
+    sums_once        under ZeRO-2 and 3 gradients stay whole, and are summed after the last micro-batch (FSDP's no_sync)
+    pipelines_whole  so it is under a pipeline, beside nothing, and ZeRO-3 gathers a stage's weights once in a step
     widens           a gradient is copied into the dtype of its sum before it is added
     one_sum          attention and feed-forward that read the same stream are added before tp sums them, as one message
     windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
@@ -156,6 +156,7 @@ class Software:
     repeats_keys: bool = False
     waits: bool = False
     pipelines_whole: bool = False
+    sums_once: bool = False
     widens: bool = False
     states: str = "bf16"
     grad_reduce_bytes: float = 4.0
@@ -407,9 +408,9 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         "torchtune", "torchtitan",
         {"states": "bf16-full", "grad_reduce_bytes": 2.0, "logit_peak_bytes": 2 + 2 + 8 / 8, "cut_logit_bytes": 0.0,
-         "kept_gathered": 0, "source": "torchtune, compiled: all in bf16; embedding and output matrix are units of "
-         "their own; a loss in eight chunks, whose logits stay in bf16 (CEWithChunkedOutputLoss)"},
+         "kept_gathered": 0, "source": "torchtune, compiled: all in bf16; logits in chunks (CEWithChunkedOutputLoss)"},
     ),
+    *((f"{of}-no-sync", of, {"sums_once": True, "source": f"{of}, with no_sync"}) for of in ("torchtitan", "fsdp")),
     ("torchtune-in-backward", "torchtune", {"in_backward": True, "source": "torchtune with optimizer_in_bwd"}),
 )  # fmt: skip
 for _name, _of, _changes in VARIANTS:  # some are variants of others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from shardwise.task_files import which_task
 from shardwise.task_names import AdaptedTask, resolve_task
 
 if TYPE_CHECKING:
+    from shardwise.planner.alike_layers import AlikeLayers
     from shardwise.random import Randomness
 
 
@@ -129,8 +131,10 @@ class _Where:
         subject = decoder(shape, self.cluster, self.software, samples, length, self.precision)
         return replace(subject, remarks=self.remarks)
 
-    def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
-        """Returns the subject of a task whose module is traced."""
+    def traced(
+        self, task: Task, samples: int | None, remarks: tuple[str, ...] = (), layers: AlikeLayers | None = None
+    ) -> Subject:
+        """Returns the subject of a task whose module is traced; `layers`: of which all are told by few."""
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:
@@ -142,13 +146,16 @@ class _Where:
         where = (self.cluster, self.software, samples, self.precision)
         remarks = (*self.remarks, *remarks)
         if self.plan is None:
-            return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
+            return traced_subject(
+                task, *where, say=self.say, remarks=remarks, randomness=self.randomness, layers=layers
+            )
         layout = of_plan(self.plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
         # a single plan has a single size of micro-batch, which is traced itself instead of interpolated
         micro = (layout.micro_batch, layout.micro_batch)
         return traced_subject(
-            task, *where, (self.plan.remat,), micro, say=self.say, remarks=remarks, randomness=self.randomness
-        )
+            task, *where, (self.plan.remat,), micro, say=self.say, remarks=remarks, randomness=self.randomness,
+            layers=layers,
+        )  # fmt: skip
 
     def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
         """Returns a configuration's subject: by its numbers where they describe transformers' model, else traced."""
@@ -204,19 +211,30 @@ class _Where:
         config: Any = None,
     ) -> Subject:  # fmt: skip
         """Returns the subject of transformers' model, traced on the first made-up sample that it accepts."""
+        from shardwise.planner.alike_layers import AlikeLayers, alike_layers, with_layers
         from shardwise.planner.configured_task import configured
 
         if samples is None:
             raise InputError(f"{path} is a model without data of its own: give --global-batch")
         last = self.cluster.device.kind != "cpu" if self.channels_last is None else self.channels_last
-        made = configured(path if config is None else config, length, channels_last=last)
+        source = path if config is None else config
+        made = configured(source, length, channels_last=last)
         if not made.of_images:
             self.refuse_layout(f"{path}, which has none")
+        count = alike_layers(source, made.tasks[0].model, lora)
+
+        def with_adapters(task: Task) -> Task:
+            return task if lora is None else with_lora(task, lora)
+
+        def shorter(place: int, layers: int) -> Task:
+            few = configured(with_layers(source, layers), length, channels_last=last)
+            return with_adapters(few.tasks[place])
+
         errors: list[InputError] = []
-        for task, sample in zip(made.tasks, made.samples, strict=True):
+        for place, (task, sample) in enumerate(zip(made.tasks, made.samples, strict=True)):
+            layers = AlikeLayers(count, partial(shorter, place)) if count else None
             try:
-                adapted = task if lora is None else with_lora(task, lora)
-                subject = self.traced(adapted, samples, (*remarks, *made.notes))
+                subject = self.traced(with_adapters(task), samples, (*remarks, *made.notes), layers)
                 # reading=None: made-up samples say nothing about the cost of reading real ones
                 return replace(subject, sample=sample, head=made.head, reading=None)
             except InputError as error:

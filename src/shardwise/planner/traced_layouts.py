@@ -18,6 +18,7 @@ from shardwise.layout import Plan
 from shardwise.layout.offload import placements
 from shardwise.layout.plan import ALONG
 from shardwise.layout.zero_stages import SHARDED, UNSHARDED, default_stage
+from shardwise.planner.alike_layers import AlikeLayers
 from shardwise.planner.bound import Slower, least_seconds
 from shardwise.planner.candidates import (
     Constraints,
@@ -247,7 +248,7 @@ class TracedLayouts:
     def has_sequence(self) -> bool:
         """Whether two ranks could share a sequence of the task's samples; a remark where not."""
         try:
-            return self.traced.looks.positions(Plan(cp=2, precision=self.traced.precision)) is not None
+            return self.traced.analysis.positions(Plan(cp=2, precision=self.traced.precision)) is not None
         except (RefusedPlan, InputError) as refused:
             self.traced.remark(f"a sequence is not cut: {refused}")
             return False
@@ -258,7 +259,7 @@ class TracedLayouts:
         space: tuple[int, ...] = ()
         for dims in range(1, MOST_DIMS + 1):
             try:
-                sizes = tiled_sizes(self.traced.task, Plan(domain=(2,) * dims), self.traced.looks.few)
+                sizes = tiled_sizes(self.traced.task, Plan(domain=(2,) * dims), self.traced.analysis.few)
             except RefusedPlan:  # more dims than the task names
                 break
             space = sizes or space
@@ -308,6 +309,7 @@ def traced_subject(
     say: Say = silent,
     remarks: tuple[str, ...] = (),
     randomness: Randomness = "global",
+    layers: AlikeLayers | None = None,
 ) -> Subject:
     """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
 
@@ -317,9 +319,10 @@ def traced_subject(
     say      is told what is being traced
     remarks  to be told beside its own
     randomness  as in `parallelize`
+    layers   of a configured model: the whole is told of few of them, where they are alike
     """
     batch = default_samples(task) if global_batch is None else global_batch
-    traced = Traced(task, cluster, software, precision, samples, cuts, say, remarks, randomness)
+    traced = Traced(task, cluster, software, precision, samples, cuts, say, remarks, randomness, layers)
     return subject_of(traced, batch, wanted)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from time import perf_counter, process_time
-from typing import cast
+from typing import Any, cast
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
@@ -19,11 +19,12 @@ from shardwise.engine.optimizer import Nature, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
-from shardwise.layout.dealing import deal
 from shardwise.layout.offload import of_class, placements
 from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.part.pairs import shapes_outside
+from shardwise.planner.alike_layers import DEPTHS, AlikeLayers
 from shardwise.planner.candidates import Constraints
+from shardwise.planner.rehearsed_sizes import Sizes, played
 from shardwise.planner.subject import Reading, timed_reading
 from shardwise.precision import met_at, told_met
 from shardwise.progress import Say, silent
@@ -34,6 +35,7 @@ from shardwise.rehearsal.rank_row import trace_of
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
 from shardwise.simulator.counted import Model, RankTrace, StepTrace
 from shardwise.simulator.cut import same_row, simulate_cut
+from shardwise.simulator.depths import NoLine, longer, longer_trace
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
 from shardwise.simulator.room import traced_room
@@ -65,6 +67,7 @@ class Traced:
     def __init__(
         self, task: Task, cluster: Cluster, software: Software, precision: str, samples: tuple[int, int], cuts: bool,
         say: Say = silent, remarks: tuple[str, ...] = (), randomness: Randomness = "global",
+        layers: AlikeLayers | None = None,
     ):  # fmt: skip
         if task.loss_scope == "model":
             raise RefusedPlan(
@@ -91,6 +94,29 @@ class Traced:
         self._models: dict[tuple[BlockMemory, int, tuple[int, int]], Model] = {}
         self._traces: dict[tuple[int, BlockMemory, int], StepTrace] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside, Place | None], list[Model] | ShardwiseError] = {}
+        self.layers, self.few = layers, list[Traced]()
+        self.few = [self._with_layers(layers, count) for count in DEPTHS if layers is not None]
+
+    def _with_layers(self, layers: AlikeLayers, count: int) -> Traced:
+        """Returns a copy that forecasts the same module with `count` layers."""
+        other = copy(self)
+        other.task, other.few, other._models, other._traces, other._ranks = layers.shorter(count), [], {}, {}, {}
+        other.looks = TaskAnalysis(other.task, self.sample)
+        return other
+
+    @property
+    def analysis(self) -> TaskAnalysis:
+        """Returns what is found out about the module, of as few layers as there may be."""
+        return self.few[0].looks if self.few else self.looks
+
+    def _of_few(self, ask: Callable[[Traced], Any], line: Callable[..., Any]) -> Any:
+        """Returns by `line` what `ask` gives of the module with few layers; None without, and where no line goes."""
+        if self.layers is None or not self.few:
+            return None
+        try:
+            return line(*map(ask, self.few), self.layers.count - DEPTHS[1])
+        except NoLine:
+            return None
 
     @property
     def on_cpu(self) -> bool:
@@ -101,6 +127,7 @@ class Traced:
         """Returns a copy that forecasts from a trace of exactly `micro` samples; traces already made are shared."""
         other = copy(self)
         other.samples = (micro, micro)
+        other.few = [few.of_micro_batch(micro) for few in self.few]
         return other
 
     def draws(self, layout: Layout, batch: int) -> tuple[float, float] | None:
@@ -113,7 +140,7 @@ class Traced:
         own = self.of_micro_batch(layout.micro_batch)
         fast = copy(own)
         # separate caches, since the keys of traces do not include `follow`
-        fast.follow, fast._models, fast._traces, fast._ranks = False, {}, {}, {}
+        fast.follow, fast._models, fast._traces, fast._ranks, fast.few = False, {}, {}, {}, []
         rows = layout.micro_batch * layout.n_micro * layout.rounds
         plain = Layout(
             replicas=max(1, batch // rows), micro_batch=layout.micro_batch, n_micro=layout.n_micro * layout.rounds,
@@ -132,7 +159,7 @@ class Traced:
             # as in a run, operations that refuse mixed dtypes run in one dtype, and a remark says so
             if (met := met_at(self.task, plan, error)) is None:
                 raise
-            self.task, self.looks = met, TaskAnalysis(met, self.sample)
+            self.task, self.looks, self.few = met, TaskAnalysis(met, self.sample), []
             self._traces.clear()  # which remember what failed, too
             self.remark(told_met(plan))
             smaller = self._trace(self.samples[0], PLAIN, 0)
@@ -148,7 +175,7 @@ class Traced:
     def routed(self) -> bool:
         """Whether the module routes tokens to experts."""
         first = self.first
-        return first.balanced or (first.chose and self.looks.holds_experts)
+        return first.balanced or (first.chose and self.analysis.holds_experts)
 
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
         """Returns the traces of the whole module, as they tell of micro-batches of `micro` samples.
@@ -181,6 +208,9 @@ class Traced:
 
     def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
         def made() -> StepTrace:
+            few = self._of_few(lambda few: few._trace(count, blocks, joined), longer_trace)
+            if few is not None:
+                return cast(StepTrace, few)
             self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={blocks.recompute}")
             return trace(self.task, count, self.precision, blocks.recompute, self.sample, joined,
                          fused=not self.on_cpu, follow=self.follow, wrap=blocks.wrap, moved=blocks.moved)  # fmt: skip
@@ -210,7 +240,7 @@ class Traced:
     @cached_property
     def nature(self) -> Nature:
         """Returns the optimizer's `Nature` (elementwise, per tensor or joint), found by the same trial as a run's."""
-        module = self.looks.built.module
+        module = self.analysis.built.module
         kinds = shapes_outside(module)
         trained = [kinds[name] for name, param in module.named_parameters() if param.requires_grad]
         return try_out(self.task.optimizer, *map(list, zip(*trained, strict=True)))
@@ -258,6 +288,9 @@ class Traced:
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
+        if key.pp == 1 and (models := self._of_few(lambda few: few.ranks(key, sizes, beside, place), _longer_rows)):
+            self.spent += sum(len(sizes) * few.model("none").small.kernels for few in self.few)
+            return cast(list[Model], models)
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = CutRehearsal(self.looks, key)
         # which modules cannot be units of zero=3 (they write into their inputs, say) is known from the whole trace
@@ -389,46 +422,8 @@ class Traced:
         return forecast
 
 
-Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
-
-
-def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
-    """Returns the samples of each micro-batch on a data rank; at least 1, since a rank without any runs a stand-in."""
-    parts = deal(batch, layout.n_micro * layout.rounds, layout.dp, data_rank)
-    return tuple(max(1, last - first) for first, last, _, _ in parts)
-
-
-def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
-    """Returns (sizes of the micro-batches to rehearse on a data rank, sizes on its ep group in each of them)."""
-    place = data_rank % layout.ep
-    group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
-    chosen = _chosen(key, layout, place, group)
-    sizes = (tuple(group[place][index] for index in chosen),)
-    # without ep a rank receives no rows of other ranks' micro-batches
-    if layout.ep == 1:
-        return sizes, ALIKE
-    return sizes, (place, tuple(tuple(other[index] for other in group) for index in chosen))
-
-
-def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]]) -> list[int]:
-    """Returns indices of the micro-batches to rehearse: all that are in flight in a round, else the fullest.
-
-    Where the first leaves gradients behind for those that follow, it and the fullest of these. Of micro-batches in
-    which a rank has as many samples of its own, that is fuller in which the others of ep have more: their rows come.
-
-    group  samples of each micro-batch on each rank of ep; this rank is the one at `place`
-    """
-    everything = range(len(group[place]))
-
-    def load(index: int) -> tuple[int, int]:
-        return group[place][index], sum(other[index] for other in group)
-
-    fullest = max(everything, key=load)
-    if layout.pp > 1:
-        if key.microbatches != layout.n_micro:
-            return [fullest]
-        return [*everything[: layout.n_micro * (key.rounds - 1)], *everything[-layout.n_micro :]]
-    return [0, max(everything[1:], key=load)] if key.microbatches > 1 else [fullest]
+def _longer_rows(few: list[Model], more: list[Model], layers: int) -> list[Model]:
+    return [longer(before, after, layers) for before, after in zip(few, more, strict=True)]
 
 
 def places(degrees: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -31,6 +31,7 @@ from shardwise.rehearsal.cut_module import ALIKE, Beside, CutRehearsal, MessageS
 from shardwise.rehearsal.fully_sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.op_counts import Count
+from shardwise.rehearsal.peak_windows import PeakWindows
 from shardwise.rehearsal.rank_module import RankModule
 from shardwise.rehearsal.step_trace import (
     Arrivals,
@@ -103,14 +104,13 @@ class Rehearsal:
         # zero=3 has put shards in their places
         params = self._params_here(model)
         reads = OutsideReads(model, _made_up) if self.shares.cuts.sharded.weights else None
-        self.live, routed = LiveBytes(resized=self.resized), TracedValues(self.fake)
-        live = self.live
+        self.live = live = LiveBytes(resized=self.resized)
+        routed, self.windows = TracedValues(self.fake), PeakWindows(live, model, self.blocks.paths)
         rests = [*params.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
-        norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
-        follow = self.shares.cuts.follow
+        norms, follow = batch_norms(model, self.shares.cuts.joined, self.ledger), self.shares.cuts.follow
         draws, kernels = followed(follow), like_gpu(self.shares.cuts.fused, scores=follow or self.shares.cuts.tp > 1)
         seen = RehearsalMode(routed, live, self.count, draws, reads, fused=self.shares.cuts.fused)
         resizes = resizes_told(self.resized)
@@ -129,7 +129,7 @@ class Rehearsal:
             self.trace.put = {tier: size // len(self.sizes) for tier, size in put.items()}
         # beyond weights, buffers, batches and gradients at rest, which a forecast counts by itself
         rests_here = base + self.trace.shard_gradient_bytes
-        self.trace.peak, self.trace.first = live.peak - rests_here, self.trace.first - rests_here
+        self.windows.tell(self.trace, rests_here)
         routed.tell(self.trace)
         self.trace.follows = draws is not None and draws.met
         self.trace.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
@@ -180,7 +180,7 @@ class Rehearsal:
                 with self._aside():
                     for technique in self.techniques:
                         technique.finish_micro_batch()
-                self.trace.first = self.trace.first or self.live.peak
+                self.windows.tell_first(self.trace)
             gathers = [n for zero3 in self.techniques if isinstance(zero3, FakeFullShard) for n in zero3.taken()]
             # the first of its kind on as many samples as any micro-batch has stands for all of them
             if (op.kind, op.stage) not in self.trace.ops and size == self.trace.samples:

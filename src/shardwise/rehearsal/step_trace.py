@@ -44,6 +44,7 @@ from shardwise.part.pairs import hold_pairs
 from shardwise.precision import Precision
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.op_counts import Count, in_order, wholes_of
+from shardwise.rehearsal.peak_windows import PeakWindows
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
 from shardwise.rehearsal.workspaces import TracedValues
 from shardwise.simulator.counted import StepTrace
@@ -208,7 +209,8 @@ def trace(
         with as_real():
             model = build(task, fake, kept)
             refuse(model, Plan(precision=precision))
-            note_sizes(counts, model, [*model.parameters()], find_blocks(model).paths)
+            blocks = find_blocks(model).paths
+            note_sizes(counts, model, [*model.parameters()], blocks)
             paths: tuple[str, ...] = ()
             if (recompute, moved) != ("none", "none"):
                 paths = blocks_of(model, wrap, nested=task.branches == "same").paths
@@ -224,6 +226,7 @@ def trace(
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
+            windows = PeakWindows(live, model, blocks)
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
             seen_by = RehearsalMode(routed, live, Count(counts), draws, writes=writes, fused=fused)
             with norms, kernels, fake, generators_kept(), seen_by, unpadded():
@@ -240,7 +243,8 @@ def trace(
             # a backward inside the forward reads weights of units that do not run then: the root gathers all of them
             through = {path for path, _ in model.named_modules() if path} if seen.met else set()
             counts.put = activations.put_bytes() if activations is not None else {}
-            counts.peak, counts.enclosed = live.peak - base, writes.paths | through
+            windows.tell(counts, base)
+            counts.enclosed = writes.paths | through
             routed.tell(counts)
             counts.follows = draws is not None and draws.met
             counts.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores

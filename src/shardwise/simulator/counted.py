@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 # recurrence             (m, n, k) of the product of one step; its times are steps, one after another
 # the name of an op      (bytes moved,)
 Entry = tuple[str, tuple[float, ...], int]
+Tops = tuple[
+    int, int, int
+]  # live bytes, at most, before the repeated blocks, while they wait for backward, and after it
 
 
 @dataclass(eq=False)
@@ -27,6 +30,7 @@ class StepTrace:
     calls        ops, views among them
     cut_calls    ops on tensors that are cut, whose rules start some of `calls`
     peak         the most live bytes beyond parameters, inputs and their summed gradients
+    tops         the same before the first repeated block, from its forward to its backward, and after that
     idle         parameters that are trained and that no gradient reached
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
@@ -73,6 +77,7 @@ class StepTrace:
     calls: int = 0
     cut_calls: int = 0
     peak: int = 0
+    tops: Tops = (0, 0, 0)
     idle: int = 0
     gradients: int = 0
     shard_elements: int = 0
@@ -119,6 +124,7 @@ class RankTrace(StepTrace):
     overlaps  (kind, stage) -> exchanges of this that were under way while operations ran, in order; see `Passed`
     gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
     first     the peak as it was when the first backward was over: that of a row of one micro-batch
+    first_tops  `tops` as they were then
     messages  stage -> bytes that it sends on for one micro-batch
     """
 
@@ -129,11 +135,12 @@ class RankTrace(StepTrace):
     gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     messages: dict[int, float] = field(default_factory=dict)
     first: int = 0
+    first_tops: Tops = (0, 0, 0)
 
     @property
     def of_one(self) -> RankTrace:
         """Returns this trace as it is for a row of a single micro-batch."""
-        return replace(self, peak=self.first)
+        return replace(self, peak=self.first, tops=self.first_tops)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import whole_in_pipeline
+from shardwise.costs.block import whole_gradients, whole_in_pipeline
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
@@ -83,9 +83,9 @@ class Estimator:
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
         reduce_s, gather_s = reduction_seconds(step, parameters, self.shape.layers / p)
         if layout.sharded.weights:
-            wire = (1 if whole_in_pipeline(self.software, layout) else every) * (
-                layout.sharded.gathers * gather_s + reduce_s
-            )
+            gathered = 1 if whole_in_pipeline(self.software, layout) else every
+            wire = gathered * layout.sharded.gathers * gather_s
+            wire += (1 if whole_gradients(self.software, layout) else every) * reduce_s
             wire = max(wire, every * layout.sharded.gathers * crossing(step, sum(parameters.values())))
             seconds = max(seconds, wire) if self.software.prefetch != "none" else seconds + wire
         elif not self.software.overlap_dp:

@@ -160,7 +160,8 @@ class _UnitLinks:
 
     def of(self, counts: dict[str, float]) -> _Unit:
         """Returns the seconds of a unit with so many parameters of each kind."""
-        return _Unit(self.gather(counts), (self.scatter(counts, False), self.scatter(counts, True)),
+        early = 0.0 if self.step.software.sums_once else self.scatter(counts, False)
+        return _Unit(self.gather(counts), (early, self.scatter(counts, True)),
                      crossing(self.step, sum(counts.values())))  # fmt: skip
 
     def _by_group(self, counts: dict[str, float]) -> dict[RankGroup, float]:

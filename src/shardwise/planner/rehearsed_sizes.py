@@ -1,0 +1,48 @@
+"""Which micro-batches of a data rank are rehearsed: sizes as a run deals them, and those of the ep group beside."""
+
+from __future__ import annotations
+
+from shardwise.costs.layout import Layout
+from shardwise.layout.dealing import deal
+from shardwise.rehearsal.cut_module import ALIKE, Beside, Cuts
+
+Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
+
+
+def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
+    """Returns the samples of each micro-batch on a data rank; at least 1, since a rank without any runs a stand-in."""
+    parts = deal(batch, layout.n_micro * layout.rounds, layout.dp, data_rank)
+    return tuple(max(1, last - first) for first, last, _, _ in parts)
+
+
+def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
+    """Returns (sizes of the micro-batches to rehearse on a data rank, sizes on its ep group in each of them)."""
+    place = data_rank % layout.ep
+    group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
+    chosen = _chosen(key, layout, place, group)
+    sizes = (tuple(group[place][index] for index in chosen),)
+    # without ep a rank receives no rows of other ranks' micro-batches
+    if layout.ep == 1:
+        return sizes, ALIKE
+    return sizes, (place, tuple(tuple(other[index] for other in group) for index in chosen))
+
+
+def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]]) -> list[int]:
+    """Returns indices of the micro-batches to rehearse: all that are in flight in a round, else the fullest.
+
+    Where the first leaves gradients behind for those that follow, it and the fullest of these. Of micro-batches in
+    which a rank has as many samples of its own, that is fuller in which the others of ep have more: their rows come.
+
+    group  samples of each micro-batch on each rank of ep; this rank is the one at `place`
+    """
+    everything = range(len(group[place]))
+
+    def load(index: int) -> tuple[int, int]:
+        return group[place][index], sum(other[index] for other in group)
+
+    fullest = max(everything, key=load)
+    if layout.pp > 1:
+        if key.microbatches != layout.n_micro:
+            return [fullest]
+        return [*everything[: layout.n_micro * (key.rounds - 1)], *everything[-layout.n_micro :]]
+    return [0, max(everything[1:], key=load)] if key.microbatches > 1 else [fullest]

@@ -1,0 +1,128 @@
+"""`longer`: what a module of many layers does, of what it does with few: counts, sizes and operations on a line.
+
+    number        a line through the two
+    list          what the deeper one has beyond the other comes again, each layer once more
+    mapping       by key
+    bool, text    the same in both, or no line goes through them
+
+Live bytes are highest in one of three windows, and in each of them go by a line: before the layers, while they wait for
+their backward, and after it; so it is where shards of gradients, which come as activations go, do not outgrow them.
+
+*What this does not do*: find out whether layers are alike (planner/alike_layers).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from shardwise.simulator.counted import Model, RankTrace, Sent, StepTrace, Tops
+
+
+class NoLine(Exception):
+    """Two depths of a module do not tell of a third."""
+
+
+def longer(few: Model, more: Model, layers: int) -> Model:
+    """Returns a rank's or a module's `Model` with `layers` more than `more` has, which has one more than `few`.
+
+    Raises `NoLine` where the two differ by more than a layer that comes again.
+    """
+    pairs = ((few.small, more.small), (few.large, more.large))
+    small, large = (longer_trace(before, after, layers) for before, after in pairs)
+    return replace(more, small=small, large=large)
+
+
+def longer_trace(few: StepTrace, more: StepTrace, layers: int) -> StepTrace:
+    """Returns a trace with `layers` more than `more` has; raises `NoLine`, as `longer` does."""
+    _refuse(few, more)
+    values = {field.name: (getattr(few, field.name), getattr(more, field.name)) for field in fields(more)}
+    held = [[(trace.in_order[place], trace.wholes.get(place)) for place in range(len(trace.in_order))]
+            for trace in (few, more) if [*trace.in_order] == [*range(len(trace.in_order))]]  # fmt: skip
+    if len(held) < 2:
+        raise NoLine
+    params = _line(held[0], held[1], layers)
+    for name in ("in_order", "wholes", "peak", "tops", "first", "first_tops", "wire"):
+        values.pop(name, None)
+    made = {name: _line(before, after, layers) for name, (before, after) in values.items()}
+    made["in_order"] = {place: size for place, (size, _) in enumerate(params)}
+    made["wholes"] = {place: whole for place, (_, whole) in enumerate(params) if whole is not None}
+    made["tops"] = _grown(few.tops, more.tops, layers)
+    made["peak"] = max(made["tops"])
+    if isinstance(few, RankTrace) and isinstance(more, RankTrace):
+        made["first_tops"] = _grown(few.first_tops, more.first_tops, layers)
+        made["first"] = max(made["first_tops"])
+        made["wire"] = {op: _sent(few.wire[op], more.wire[op], layers) for op in more.wire}
+    return type(more)(**made)
+
+
+def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent, int]:
+    """Returns messages by (axis, op, mean bytes), of which each kind has its own mean."""
+    if [key[:2] for key in few] != [key[:2] for key in more]:
+        raise NoLine
+    sent: dict[Sent, int] = {}
+    for ((axis, op, size), calls), (before, fewer) in zip(more.items(), few.items(), strict=True):
+        times = calls + layers * (calls - fewer)
+        mean = size if size == before[2] else (size * calls + layers * (size * calls - before[2] * fewer)) / times
+        sent[axis, op, mean] = sent.get((axis, op, mean), 0) + times
+    return sent
+
+
+def _refuse(few: StepTrace, more: StepTrace) -> None:
+    """Raise `NoLine` where shards of gradients grow faster than what waits for backward, or places matter."""
+    if more.shard_gradient_bytes - few.shard_gradient_bytes > more.tops[1] - few.tops[1]:
+        raise NoLine
+    if isinstance(more, RankTrace) and any(more.overlaps.values()):  # which name operations by their places
+        raise NoLine
+
+
+def _grown(few: Tops, more: Tops, layers: int) -> Tops:
+    before, within, after = (deep + layers * (deep - flat) for flat, deep in zip(few, more, strict=True))
+    return before, within, after
+
+
+def _line(few: Any, more: Any, layers: int) -> Any:
+    """Returns a value with `layers` more than `more` has."""
+    if type(few) is not type(more):
+        raise NoLine
+    if isinstance(more, StepTrace):
+        return longer_trace(few, more, layers)
+    if isinstance(more, Counter):
+        made = ((key, more[key] + layers * (more[key] - few[key])) for key in {**few, **more})
+        return Counter({key: times for key, times in made if times})
+    if isinstance(more, Mapping):
+        if few.keys() != more.keys():
+            raise NoLine
+        return {key: _line(few[key], more[key], layers) for key in more}
+    if isinstance(more, list):
+        return _stretched(few, more, layers)
+    if isinstance(more, int | float) and not isinstance(more, bool):
+        return more + layers * (more - few)
+    if few != more:
+        raise NoLine
+    return more
+
+
+def _stretched(few: Sequence[Any], more: Sequence[Any], layers: int) -> list[Any]:
+    """Returns `more` with what it has beyond `few`, in one place or in two (a forward's, a backward's), once more.
+
+    few    head           middle          tail
+    more   head  forward  middle backward tail
+    """
+    added = len(more) - len(few)
+    head = _common(few, more)
+    tail = min(_common(few[::-1], more[::-1]), len(few) - head)
+    middle, end = few[head : len(few) - tail], len(more) - tail
+    for forward in range(added + 1):
+        if more[head + forward : end - added + forward] == middle:
+            again = [*more[head : head + forward]], [*more[end - added + forward : end]]
+            return [*more[: head + forward], *again[0] * layers, *middle, *again[1] * (layers + 1), *more[end:]]
+    raise NoLine
+
+
+def _common(few: Sequence[Any], more: Sequence[Any]) -> int:
+    """Returns how many values two sequences begin with alike."""
+    pairs = enumerate(zip(few, more, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(few), len(more)))
