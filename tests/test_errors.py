@@ -9,7 +9,7 @@ import shardwise
 
 SOURCES = sorted(Path(shardwise.__file__).parent.rglob("*.py"))
 # what Python, a signal or a proof of ours means by the class alone, and catches by it
-WORDLESS = {"StopIteration", "NotImplementedError", "KeyboardInterrupt", "Enough", "_Terminated"}
+WORDLESS = {"StopIteration", "NotImplementedError", "KeyboardInterrupt", "Enough", "NoLine", "_Terminated"}
 
 
 def _wordless(file: Path) -> list[str]:

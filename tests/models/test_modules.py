@@ -92,6 +92,7 @@ EQUAL = {
         slopes                         REPLICAS | tp=2 ZERO3
         averages                       REPLICAS | ZERO3 tp=2,pp=2 pp=2,dp_shard=2,zero=2
         set_from_outside               pp=2
+        in_groups                      pp=2
         listed                         REPLICAS | ZERO3 tp=2
         after_use                      REMAT | dp_shard=2,zero=2,remat=selective REPLICAS
         before_use                     | REMAT dp_shard=2,zero=1,remat=selective
@@ -180,7 +181,6 @@ REFUSED = [
      "the forward writes into 'tower.1.running_ ... belongs into one stage"),
     ("written_tasks:normalised", "dp_shard=2,zero=2,deterministic=4",
      "deterministic: the forward changes parameter '0.weight'"),
-    ("written_tasks:in_groups", "pp=2", "the forward fails on 5 samples, though one process runs on all 16"),
     ("written_tasks:untied", "REPLICAS",
      "the forward replaces parameter 'weight' of a Embedding by another nn.Parameter ... unties"),
     ("remembering_tasks:last", "pp=2",

@@ -255,7 +255,7 @@ def once(plan: str, case: str) -> None:
 
 def test_more_ranks_than_this_run_has() -> None:
     model = net()
-    with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
+    with pytest.raises(InputError, match="start it with shardwise run --nproc 2"):
         shardwise.prepare(model, adamw(model), [], plan="dp_shard=2")
 
 

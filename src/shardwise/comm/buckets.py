@@ -20,7 +20,6 @@ from contextvars import ContextVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RunError
@@ -62,10 +61,6 @@ def shaped(flat: torch.Tensor, shape: torch.Size, *, as_complex: bool) -> torch.
     return torch.view_as_complex(flat.view(*shape, 2)) if as_complex else flat.view(shape)
 
 
-class _Came(list[nn.Parameter]):
-    """Parameters in the order in which their gradients came: a hook that is a method of it is known for ours."""
-
-
 class Bucket:
     """One bucket's buffer, and which of its gradients this micro-batch has brought."""
 
@@ -79,8 +74,6 @@ class Bucket:
         self.filled: set[int] = set()  # entries that hold a gradient since the buffer was made
         self.arrived = 0  # gradients of this micro-batch
         self.launched = False
-        self.last: tuple[nn.Parameter, RemovableHandle] | None = None  # with whose gradient all are taken in
-        self.came_last: nn.Parameter | None = None  # in the last backward
 
     def ensure(self) -> torch.Tensor:
         """Returns the buffer, made when first needed."""
@@ -175,39 +168,12 @@ class GradientBuckets:
         self.strays: Callable[[nn.Parameter], None] = lambda param: None  # told of those
         self.used: set[int] = set()  # parameters that got a gradient in this step
         self.used_now: set[int] = set()  # and in this micro-batch
-        self.in_pieces: set[Bucket] = set()  # with a parameter whose gradient came more than once in a backward
+        self.in_pieces: set[int] = set()  # buckets with a parameter whose gradient came more than once in a backward
         self._learning = False  # which those are: until the end of this backward nothing is launched
         self._next = 0
-        self._came = _Came()  # parameters whose gradients have come, and are not in their buckets yet
-        self._places = {
-            id(param): (bucket, place, keep and bucket.dtype == param.dtype.to_real())
-            for bucket in self.buckets
-            for place, param in enumerate(bucket.params)
-        }
-        for bucket in self.buckets:
-            for param in bucket.params:
-                # a list's own method, since a function in Python for each weight takes 3% of a small model's step
-                param.register_post_accumulate_grad_hook(self._came.append)
-            self._take_with(bucket, bucket.params[-1])
-
-    def _take_with(self, bucket: Bucket, param: nn.Parameter) -> None:
-        """Take gradients into their buckets whenever that of this parameter comes: as a rule the bucket's last."""
-        # no strong reference: a parameter keeps its hooks where Python's collector does not look, so that buckets, and
-        # the process groups they reduce over, would outlive the run
-        owner, came = weakref.ref(self), self._came
-
-        def on_last(param: nn.Parameter) -> None:
-            buckets = owner()
-            if buckets is None:  # the run has ended, and its weights are trained by others
-                came.clear()
-            elif buckets.asleep:
-                buckets.tell_strays()
-            else:
-                buckets.take()
-
-        if bucket.last is not None:
-            bucket.last[1].remove()
-        bucket.last = param, param.register_post_accumulate_grad_hook(on_last)
+        for number, bucket in enumerate(self.buckets):
+            for place, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(self._hook(number, place))
 
     def expect_pieces(self) -> None:
         """Watch in the next backward which gradients come in several pieces; nothing is launched before its end."""
@@ -226,66 +192,73 @@ class GradientBuckets:
         self.sync = sync or self.order is not None
         self.used_now = set()
         self._next = 0
-        self._came.clear()  # of a backward that ended in an error
         for bucket in self.buckets:
             bucket.arrived = 0
             bucket.launched = False
 
     def finish_micro_batch(self) -> None:
         """Launch what the backward did not complete. Called after it."""
-        self.take()
         self.used |= self.used_now
         self._learning = False
         if self.sync:
             while self._next < len(self.buckets):
                 self._launch_next()
-        for bucket in self.buckets:
-            if bucket.came_last is not None and bucket.last is not None and bucket.came_last is not bucket.last[0]:
-                self._take_with(bucket, bucket.came_last)
 
-    def tell_strays(self) -> None:
-        """Tell of gradients that came while nobody's step was under way, if any did."""
-        if self.asleep and self._came:
-            self.strays(self._came[0])
-            self._came.clear()
+    def _hook(self, number: int, place: int) -> Callable[[nn.Parameter], None]:
+        """Returns the hook that takes a parameter's gradient into its bucket."""
+        # no strong reference: a parameter keeps its hooks where Python's collector does not look, so that buckets, and
+        # the process groups they reduce over, would outlive the run
+        owner = weakref.ref(self)
+        # looked up once, since a hook runs for every weight of every micro-batch
+        bucket = self.buckets[number]
+        index = bucket.layout.entries[place].index
+        kept = self.keep and bucket.dtype == bucket.params[place].dtype.to_real()
 
-    def take(self) -> None:
-        """Take the gradients that have come into their buckets, and launch the buckets that are whole."""
-        views: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        for param in self._came:
-            bucket, place, kept = self._places[id(param)]
-            index = bucket.layout.entries[place].index
-            if bucket.launched:
-                self._came.clear()
-                raise RunError(
-                    f"the gradient of '{self.names[index]}' came in several pieces, as it did not in the first "
-                    "backward: a reentrant checkpoint that the look at a few samples did not meet, or a second "
-                    "backward; use torch.utils.checkpoint(use_reentrant=False)"
-                )
-            if bucket.buffer is None:
-                bucket.ensure()
-            view, gradient = bucket.views_now[place], param.grad
-            if index in self.used_now:  # a reentrant checkpoint brings a weight's gradient apart from its other uses'
-                self.in_pieces.add(bucket)
-            elif gradient is not None:  # a compiled block hands on all its parameters, those that it does not use too
-                self.used_now.add(index)
-                bucket.arrived += 1
-                bucket.came_last = param
-            if gradient is None or gradient is view:  # autograd has accumulated in the bucket itself
-                continue
+        def on_gradient(param: nn.Parameter) -> None:
+            buckets = owner()
+            if buckets is None:
+                return
+            if buckets.asleep:
+                buckets.strays(param)
+                return
+            bucket_now, used = buckets.buckets[number], buckets.used_now
+            views = bucket_now.views_now
+            if views and param.grad is views[place] and index not in used and not (buckets.sync or bucket_now.launched):
+                used.add(index)  # autograd has accumulated in the bucket itself, of which nothing is due yet
+                bucket_now.arrived += 1
+            else:
+                buckets._on_gradient(param, number, place, index, kept)
+
+        return on_gradient
+
+    def _on_gradient(self, param: nn.Parameter, number: int, place: int, index: int, kept: bool) -> None:
+        """Take a gradient of this micro-batch into its bucket. Runs for each parameter, so it is kept lean."""
+        bucket = self.buckets[number]
+        if bucket.launched:
+            raise RunError(
+                f"the gradient of '{self.names[index]}' came in several pieces, as it did not in the first backward: a "
+                "reentrant checkpoint that the look at a few samples did not meet, or a second backward; use "
+                "torch.utils.checkpoint(use_reentrant=False)"
+            )
+        if bucket.buffer is None:
+            bucket.ensure()
+        view, gradient = bucket.views_now[place], param.grad
+        if gradient is None:  # a compiled block hands on all its parameters, those that it does not use too
+            return
+        if gradient is not view:  # else autograd has accumulated in the bucket itself
             if place not in bucket.filled:
-                views.append(view)
-                gradients.append(gradient)
+                view.copy_(gradient)
                 bucket.filled.add(place)
             elif gradient.data_ptr() != view.data_ptr():  # the same memory under another tensor is there already
                 view.add_(gradient)
             # the next micro-batch is accumulated in the bucket, where the dtype allows
             param.grad = view if kept else None
-        self._came.clear()
-        if views:
-            torch._foreach_copy_(views, gradients)
-        if self.sync:
+        if index in self.used_now:  # a reentrant checkpoint brings a weight's gradient apart from its other uses'
+            self.in_pieces.add(number)
+            return
+        self.used_now.add(index)
+        bucket.arrived += 1
+        if self.sync and bucket.arrived == len(bucket.params):
             self._launch_whole()
 
     def _launch_whole(self) -> None:
@@ -293,7 +266,7 @@ class GradientBuckets:
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             # in their order, whatever backward's: ranks that launched others first would wait for each other
-            if self._learning or bucket.arrived < len(bucket.params) or bucket in self.in_pieces:
+            if self._learning or bucket.arrived < len(bucket.params) or self._next in self.in_pieces:
                 return
             self._launch_next()
 

@@ -365,13 +365,13 @@ class Rehearsal:
         gloo = self.shares.cuts.gloo
         shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger(), copies=gloo)
         flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=PER_MICROBATCH)
-        into_buckets = flat.buckets.take
+        into_bucket = flat.buckets._on_gradient
 
-        def take() -> None:
+        def on_gradient(*of_bucket: Any) -> None:
             with self._aside():
-                into_buckets()
+                into_bucket(*of_bucket)
 
-        vars(flat.buckets)["take"] = take
+        vars(flat.buckets)["_on_gradient"] = on_gradient
         elements = sum(part.high - part.low for part in flat.shards)
         self.trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize
         return flat

@@ -113,27 +113,10 @@ class Heard:
     _door: Door | None
 
     def __init__(self) -> None:
-        self._stray = False
-        self._buckets: list[GradientBuckets] = []
+        self.stray = False  # a gradient came that no backward of this model asked for
         self.asked = False  # its own backward runs
         self.recorded: list[Recorded] = []  # whose units free their weights before a second backward
         self._on_return = weakly(self._returns)  # of outputs
-
-    @property
-    def stray(self) -> bool:
-        """Whether a gradient came that no backward of this model asked for."""
-        self.tell_strays()
-        return self._stray
-
-    @stray.setter
-    def stray(self, value: bool) -> None:
-        self.tell_strays()
-        self._stray = value
-
-    def tell_strays(self) -> None:
-        """Hear of what came to buckets since their last backward."""
-        for buckets in self._buckets:
-            buckets.tell_strays()
 
     @abstractmethod
     def _passes(self, what: str) -> None:
@@ -146,8 +129,7 @@ class Heard:
                 technique.heard = self._arrives
                 self.recorded.append(Recorded(technique, weakly(self._passes)))
         in_buckets = set[int]()
-        self._buckets = buckets_of(engine)
-        for buckets in self._buckets:
+        for buckets in buckets_of(engine):
             buckets.strays = weakly(self._arrives)
             in_buckets |= {id(param) for bucket in buckets.buckets for param in bucket.params}
         # now: in a backward under zero=3 the module holds what its units have gathered
@@ -157,7 +139,7 @@ class Heard:
 
     def _arrives(self, param: torch.Tensor) -> None:
         """Of its own backward, or of another model's behind it (a GAN's)."""
-        self._stray |= not self.asked
+        self.stray |= not self.asked
 
     @names_line
     def _returns(self, gradient: torch.Tensor) -> None:
@@ -190,13 +172,10 @@ class Asking:
 
     def __enter__(self) -> None:
         self._gate.__enter__()
-        self._heard.tell_strays()
         self._heard.asked = True
         self._sleep(False)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        for buckets in self._buckets if kind is None else ():
-            buckets.take()
+    def __exit__(self, *error: object) -> None:
         self._sleep(True)
         self._heard.asked = False
         self._gate.__exit__()

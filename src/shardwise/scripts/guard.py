@@ -115,8 +115,7 @@ def refuse_hooks(model: nn.Module, plan: Plan) -> None:
 def _of_script(hooks: Any) -> bool:
     """Whether a hook is neither ours nor torch's (FSDP's)."""
     return any(
-        not str(hook.__module__ or type(hook.__self__).__module__).startswith(("shardwise.", "torch."))
-        for hook in (hooks or {}).values()
+        not str(getattr(hook, "__module__", "")).startswith(("shardwise.", "torch.")) for hook in (hooks or {}).values()
     )
 
 

@@ -49,7 +49,7 @@ class BackwardWrites:
     def note(self, before: list[torch.Tensor]) -> None:
         """Note what has changed since `few` gave this."""
         if before:
-            now = torch.stack([(old != new).any() for old, new in zip(before, self.few(), strict=True)])
+            now = torch.stack([_differ(old, new) for old, new in zip(before, self.few(), strict=True)])
             self._changed = now if self._changed is None else self._changed | now
 
     def refuse(self, elsewhere: Collection[str], *, same_samples: bool) -> None:
@@ -94,6 +94,11 @@ def noting_buffers(writes: BackwardWrites | None, *, ahead: bool = False) -> Ite
     if writes is not None:
         writes.note(before)
         writes.ahead |= ahead
+
+
+def _differ(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    # a stage holds NaN in the place of a buffer that another one has
+    return ((old != new) & ((old == old) | (new == new))).any()
 
 
 def _sample(tensor: Any) -> torch.Tensor:
