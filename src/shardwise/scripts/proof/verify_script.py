@@ -123,9 +123,7 @@ def verify_script(
         say(f"verify: {against} in one process")
         changed = _compare_change(runs, reference, first, str(against), failed)
         if not changed.equal:
-            if chosen is not None:
-                receipts.write(asked.path, chosen, changed, len(first.steps), first.files)
-            return changed
+            return _noted(asked.path, chosen, changed, first)
         parity.notes.append(f"in one process the script equals {against}, as that stands")
         asked, reference = (job if job.foreign else replace(job, hooks="none") for job in (asked, reference))
     if chosen is not None:
@@ -133,11 +131,7 @@ def verify_script(
         reference = replace(reference, shorten=asked.shorten)
         if chosen.accumulate > 1 and asked.shorten:  # the script's own accumulate is known by now
             first = runs.alone(reference)
-        exact = chosen.exact("fp32").as_dict()
-        if rounding := [f"{key}={value}" for key, value in chosen.as_dict().items() if key not in exact]:
-            parity.notes.append(
-                f"left out of the proof, which is of the layout, not of rounding: {', '.join(rounding)}"
-            )
+        parity.notes += _left_out(chosen)
     world = chosen.world_size if chosen is not None else int(nproc or 1)
     _refuse_not_finite(first)
     parity.plan, parity.world_size = str(chosen) if chosen is not None else f"{world} ranks of its own", world
@@ -166,15 +160,34 @@ def verify_script(
             say("verify: and as it was, to see whether the script equals itself")
             itself = _against(first, runs.alone(reference))
         layout = chosen or Plan(dp_replicate=world)
-        parity.cause = cause_of_difference(
-            Difference(
-                first, records, parity, layout, itself, apart=_apart(runs, asked, layout),
-                cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
-            )
-        )  # fmt: skip
-    if chosen is not None:
-        receipts.write(asked.path, chosen, parity, len(many.steps), many.files)
+        parity.cause = cause_of_difference(_difference(runs, asked, layout, first, records, parity, itself))
+    return _noted(asked.path, chosen, parity, many)
+
+
+def _noted(path: str, plan: Plan | None, parity: Parity, record: ScriptRecord) -> Parity:
+    """Returns the proof, which is noted beside the script where it is of a plan."""
+    if plan is not None:
+        receipts.write(path, plan, parity, len(record.steps), record.files)
     return parity
+
+
+def _difference(
+    runs: _Runs, asked: ScriptJob, layout: Plan, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity,
+    itself: Parity,
+) -> Difference:  # fmt: skip
+    """Returns what differs, with the runs by which its cause is looked for. itself: one process against itself."""
+    return Difference(
+        first, ranks, parity, layout, itself, apart=_apart(runs, asked, layout),
+        cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
+    )  # fmt: skip
+
+
+def _left_out(plan: Plan) -> list[str]:
+    """Returns a note on the plan's keys that change rounding alone, which no proof of a script has; [] without any."""
+    exact = plan.exact("fp32").as_dict()
+    rounding = [f"{key}={value}" for key, value in plan.as_dict().items() if key not in exact]
+    told = "left out of the proof, which is of the layout, not of rounding"
+    return [f"{told}: {', '.join(rounding)}"] if rounding else []
 
 
 def _shown_or_hidden(
