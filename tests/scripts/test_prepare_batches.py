@@ -413,6 +413,31 @@ def permuted(plan: str | None, scope: str) -> Found:
     return losses, weights_of(model)
 
 
+def replayed(plan: str | None, order: str) -> Found:
+    """Steps on batches of other sizes than the loader's, drawn or of a second loader, after or before its own step."""
+    loader, second = batches(24, 8, shuffle=True), batches(15, 5)
+    prepared, model, optimizer, loader = begin(plan, noisy(), loader)
+    second = prepared.split(second, trains=True) if prepared else second
+    data, losses = torch.randn(14, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        x = 1.5 * x if order == "zipped" else x + 0.1 * torch.randn_like(x)
+        losses.append(stepped(prepared, optimizer, mse(model, x, y)))
+
+    def stored(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = data[(torch.arange(samples) * 5 + len(losses)) % 14]
+        return prepared.deal(x, x[:, :2].cos()) if prepared else (x, x[:, :2].cos())
+
+    for _ in range(2):
+        for number, (own, other) in enumerate(zip(loader, second, strict=True)):
+            if order == "after":
+                step(*own)
+            step(*(other if order == "zipped" else stored(5 + number)))
+            if order != "after":
+                step(*own)
+    return losses, weights_of(model)
+
+
 class Graph(nn.Module):
     """One whole graph: no dim counts samples that could be dealt."""
 
@@ -466,6 +491,8 @@ EQUAL: list[tuple] = [
     (with_fixed_noise, "dp_replicate=2", 8, 8), (with_fixed_noise, "dp_replicate=2", 2, 5),
     (another_loader, "dp_shard=2,zero=2", True), (another_loader, "dp_shard=2,zero=3", True),
     (permuted, "dp_shard=2,zero=3", "sample"), (graph, "dp_shard=2,zero=1", "model"),
+    (replayed, "dp_replicate=2", "after"), (replayed, "dp_shard=2,zero=3", "before"),
+    (replayed, "dp_replicate=2", "zipped"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (ahead, "dp_shard=2,zero=3", "cycled", "like"),
@@ -474,6 +501,7 @@ MORE_EQUAL: list[tuple] = [
     (permuted, "tp=2", "sample"), (permuted, "dp_replicate=3", "sample"),
     (permuted, "dp_shard=2,zero=3", "global"), (permuted, "tp=2", "global"), (permuted, "dp_replicate=3", "global"),
     (graph, "dp_shard=2,zero=3", "model"), (graph, "tp=2", "model"), (graph, "dp_replicate=3", "model"),
+    (replayed, "tp=2", "before"), (replayed, "dp_replicate=3", "before"), (replayed, "dp_shard=2,zero=1", "after"),
 ]  # fmt: skip
 test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 

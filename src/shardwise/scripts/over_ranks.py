@@ -15,6 +15,7 @@ What this does not do: see whether a loss is what it is said to be; `shardwise v
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ class OverRanks(WeightAccess):
     _form: str | None  # the form of this step's losses: "weight", "mean_over", "mean" or "sum"
     _micro: int  # calls of backward in it
     _earlier: Earlier | None  # whole gradients of its backwards before
+    _own_batches: PartLoader | None  # deals those that the script makes
+
+    @abstractmethod
+    def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
+        """Another loader, cut like the main one."""
 
     @property
     def _of_whole_batches(self) -> bool:
@@ -57,16 +63,13 @@ class OverRanks(WeightAccess):
     @names_line
     def deal(self, *batch: Any) -> Any:
         """Returns this rank's samples of a batch that the script has made by itself, alike on every rank: in place of
-        what a loader would hand out, for `prepare` without one. Collective.
+        what a loader would hand out, or beside it. Collective.
 
         batch  tensors, or tuples, lists and dicts of them, samples first; of several arguments a tuple comes back
         """
-        if not self.loader.is_pushed:
-            raise InputError(
-                "prepared.deal: a loader was given to prepare, which deals out its batches by itself: go through it, "
-                "or prepare(model, optimizer, plan=...)"
-            )
-        return self.loader.whole.deal(self.loader, batch[0] if len(batch) == 1 else batch)
+        if self._own_batches is None:
+            self._own_batches = self.split(None, trains=True)
+        return self._own_batches.whole.deal(self._own_batches, batch[0] if len(batch) == 1 else batch)
 
     @names_line
     def barrier(self) -> None:

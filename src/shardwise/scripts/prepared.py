@@ -214,6 +214,7 @@ class Prepared(Stepping):
         self.calls = Calls(model, self.mesh, randomness, self.seed, leader, check=options.check_loss, loss_scope=scope)
         self._reads: Reads = "part" if options.reads == "auto" and randomness == "fast" else options.reads
         self.loader = self._cut(loader, self.calls, self._reads) if leader is None else loader
+        self._own_batches = self.loader if self.loader.is_pushed else None  # deals those that the script makes
         if loader is None:
             self.calls.begin_unfed()
         self._begin()

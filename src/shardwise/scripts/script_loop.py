@@ -73,6 +73,11 @@ class Handed:
         """Returns whether the script has still to come to it."""
         return self.traced and not (self.spent or self.met)
 
+    def fits(self, call: Any) -> bool:
+        """Returns whether a tensor that a forward is given has as many rows as this rank has samples of it."""
+        dim, samples = self.dim or 0, self.dealt.local.count
+        return any(tensor.dim() > dim and tensor.shape[dim] == samples for tensor in tensors_of(call))
+
     def is_in(self, storages: Collection[int]) -> bool:
         """Returns whether a tensor of it lies in one of these storages."""
         return any((held := tensor()) is not None and _storage(held) in storages for tensor in self._tensors)
@@ -107,7 +112,8 @@ class Loop(Heard, Events):
         self._now: Handed | None = None
         self._ahead: deque[Handed] = deque()  # that wait to be at hand
         self._last = 0  # batches that were handed out
-        self._over = False  # the loop over the loader has ended
+        self._open_epochs = 0  # loops over loaders that have begun and not ended
+        self._over = False  # all of them have
         self._handed: list[Handed] = []  # in this epoch, that something of is there
         self._drawn_like: Handed | None = None  # whose tensor numbers were drawn like, for the forward that comes
         self._elsewhere = False  # a thread of the script's own goes through the loader
@@ -126,7 +132,9 @@ class Loop(Heard, Events):
         if self._over:  # batches of it that were looked at are not waited for
             self._now = None
             self._ahead.clear()
-        self._over, self._handed = False, []
+        if not self._open_epochs:  # within another loader's loop its batch may be at hand, and is trained on later
+            self._over, self._handed = False, []
+        self._open_epochs += 1
         self._comes_to("input")
 
     def begin_unfed(self) -> None:
@@ -228,8 +236,8 @@ class Loop(Heard, Events):
         storages = {_storage(tensor) for tensor in tensors_of(call)}
         known = (one for one in (now, *self._ahead, *self._handed) if one is not None and one.is_in(storages))
         handed = next(known, self._drawn_like)
-        if handed is None and self._ahead and not (now is not None and now.awaits):
-            handed = self._ahead[0]
+        if handed is None:
+            handed = self._first_that_fits(call, trains=trains)
         if handed is None and trains and self._over and now is not None and now.spent:
             handed = self._expected()
         again = handed is now and now is not None and now.spent and trains and self._over
@@ -253,7 +261,8 @@ class Loop(Heard, Events):
 
     def after_epoch(self) -> None:
         """Stop dealing draws, since the loop has ended, unless batches of it are still to be trained on."""
-        self._over = True
+        self._open_epochs -= 1
+        self._over = not self._open_epochs
         self.suspend()
         waits = bool(self._ahead) or (self._now is not None and self._now.awaits)
         self.in_loop = waits
@@ -294,9 +303,19 @@ class Loop(Heard, Events):
             lead._watched.steps += 1
         if not all(each._done for each in self.together):
             return
-        kept = lead._over and any(one.lives for one in lead._handed)
+        kept = any(one.lives for one in lead._handed) if lead._over else lead._left_waiting()
         if not (lead._ahead or kept):  # else the next one is there, and draws may be for it
             self.suspend()
+
+    def _first_that_fits(self, call: Any, *, trains: bool) -> Handed | None:
+        """Returns the batch that waits and has as many samples as a forward is given, else the first that waits."""
+        left = self._left_waiting() if trains else []
+        waiting = [batch for batch in (self._now, *self._ahead, *left) if batch is not None and batch.awaits]
+        return next((batch for batch in waiting if batch.fits(call)), waiting[0] if waiting else None)
+
+    def _left_waiting(self) -> list[Handed]:
+        """Returns the batches that a later one was trained on before: `for a, b in zip(...)` with b's step first."""
+        return [one for one in self._handed if one is not self._now and one.awaits and one.lives]
 
     def drawn_for(self, part: Share, fits: Callable[[int], bool], given: Any) -> Share | None:
         """Returns the samples that numbers are drawn for: those of the batch whose tensor they are drawn like
