@@ -1,4 +1,4 @@
-"""`verify SCRIPT.py --nproc N`: scripts of DDP, FSDP, Accelerate, the Trainer and Fabric, right ones and mistaken."""
+"""`verify SCRIPT.py --nproc N`: DDP, FSDP, Accelerate, Trainer, Fabric and Lightning, right scripts and mistaken."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(FOLDER))
 import planted  # noqa: E402
 
 RIGHT = [name for name in planted.BATCH_SIZES if name != "ddp_sync_batchnorm.py"]  # which torch has on GPUs alone
-QUICK = ("ddp_images.py", "fsdp2_gpt.py", "ddp_zero_optimizer.py")
+QUICK = ("ddp_images.py", "fsdp2_gpt.py", "ddp_zero_optimizer.py", "ddp_training_step.py")
 QUICK_MISTAKES = ("mean_of_means", "module_called", "head_left_out", "seed_of_a_rank", "running_mean_of_a_rank")
 
 
@@ -28,7 +28,7 @@ def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prove(path: Path, script: str, pool: RankPool, against: Path | None = None) -> Parity:
-    for library in ("accelerate", "fabric", "trainer"):
+    for library in ("accelerate", "fabric", "lightning", "trainer"):
         if script.startswith(library):
             pytest.importorskip({"fabric": "lightning_fabric", "trainer": "accelerate"}.get(library, library))
     batch = planted.BATCH_SIZES[script]

@@ -266,6 +266,7 @@ BATCH_SIZES = {
     "ddp_lstm.py": 8,
     "ddp_accumulate.py": 4,
     "ddp_zero_optimizer.py": 16,
+    "ddp_training_step.py": 6,
     "fsdp2_gpt.py": 8,
     "fsdp1_images.py": 6,
     "accelerate_images.py": 8,
@@ -273,6 +274,7 @@ BATCH_SIZES = {
     "trainer_text.py": 4,
     "fabric_unet.py": 4,
     "fabric_lstm.py": 6,
+    "lightning_images.py": 6,
     "ddp_sync_batchnorm.py": 8,  # wants a GPU, or a stand-in for SyncBatchNorm
 }
 

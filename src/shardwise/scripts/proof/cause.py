@@ -89,8 +89,8 @@ OF_OTHERS = {
     "other_samples": "models are called with other samples than in one process, from step {} on: the sum of all "
     "numbers differs. Where ranks take theirs by a DistributedSampler (set_epoch in each epoch, none to fill up), one "
     "process needs one too: DistributedSampler(data, num_replicas=1, rank=0), and under Accelerate both "
-    "use_seedable_sampler=True. Where samples are drawn, every rank draws those of all by one seed and takes its part; "
-    "crops and flips follow from a sample's index, or are left out",
+    'use_seedable_sampler=True, under Lightning both strategy="ddp". Where samples are drawn, every rank '
+    "draws those of all by one seed and takes its part; crops and flips follow from a sample's index, or are left out",
     "learning_rate": "a setting of the optimizer differs: {}. It follows from the number of ranks, or from a rank's "
     "own numbers",
     "update": "gradients are equal, and weights differ after step {}: on ranks some weights are in no optimizer, or "

@@ -11,6 +11,7 @@ What this does not do: know a name in a module that was never called.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ class TorchHooks:
     def __init__(self, recorder: ScriptRecorder) -> None:
         self._recorder = recorder
         self._roots: list[nn.Module] = []  # called by the script itself, in order
+        self._tops: dict[int, nn.Module] = {}  # of roots, by id: the outermost modules that hold them
         self._numbers: dict[int, int] = {}  # of optimizers, by id
         self._losses: list[float] = []
         self._heard = set[int]()  # ids of parameters that tell what backwards ask of them
@@ -161,22 +163,40 @@ class TorchHooks:
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
-        named = self._of_roots(optimizer, "parameters") if self._recorder.job.foreign else []
-        there = {id(param) for _, param in named}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        beside = [(f"parameter {place}", param) for place, param in enumerate(params) if id(param) not in there]
-        return named + beside
+        names = self._names(self._roots_of(optimizer), "parameters") if self._recorder.job.foreign else {}
+        of_roots = self._of_roots(optimizer, "parameters") if names else []
+        there = {id(param) for _, param in of_roots}
+        beside = [(place, param) for place, param in enumerate(params) if id(param) not in there]
+        return of_roots + [(names.get(id(param), f"parameter {place}"), param) for place, param in beside]
+
+    def _roots_of(self, optimizer: Optimizer) -> list[nn.Module]:
+        """Returns the roots of which the optimizer trains a parameter; all of them where there is none."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return [root for root in self._roots if any(id(param) in held for param in root.parameters())] or self._roots
 
     def _of_roots(self, optimizer: Optimizer, kind: str) -> list[tuple[str, torch.Tensor]]:
         """(name, tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        roots = [root for root in self._roots if any(id(param) in held for param in root.parameters())]
-        rows: dict[int, tuple[int, str, torch.Tensor]] = {}
-        for number, root in enumerate(roots or self._roots):
-            for name, tensor in getattr(root, f"named_{kind}")():
-                rows.setdefault(id(tensor), (number, _bare(name), tensor))
-        uses = Counter(name for _, name, _ in rows.values())
-        return [(name if uses[name] == 1 else f"{number}.{name}", tensor) for number, name, tensor in rows.values()]
+        roots = self._roots_of(optimizer)
+        names = self._names(roots, kind)
+        tensors = {id(tensor): tensor for root in roots for _, tensor in getattr(root, f"named_{kind}")()}
+        return [(names[key], tensor) for key, tensor in tensors.items()]
+
+    def _names(self, roots: list[nn.Module], kind: str) -> dict[int, str]:
+        """Returns names of tensors by their ids. Those of a script that sets up its ranks are the outermost module's: a
+        Lightning module's networks are called one by one in one process, and on ranks a wrapper of it is."""
+        tops = list(dict.fromkeys(map(self._top, roots))) if self._recorder.job.foreign else roots
+        rows: dict[int, tuple[int, str]] = {}
+        for number, top in enumerate(tops):
+            for name, tensor in getattr(top, f"named_{kind}")():
+                rows.setdefault(id(tensor), (number, _bare(name)))
+        uses = Counter(name for _, name in rows.values())
+        return {key: name if uses[name] == 1 else f"{number}.{name}" for key, (number, name) in rows.items()}
+
+    def _top(self, root: nn.Module) -> nn.Module:
+        if id(root) not in self._tops:
+            self._tops[id(root)] = outermost(root)
+        return self._tops[id(root)]
 
     def _units(self) -> list[nn.Module]:
         """The outermost units of FSDP1."""
@@ -204,6 +224,27 @@ class TorchHooks:
 def _whole(value: Any) -> Any:
     """A DTensor's whole tensor; anything else as it is. Collective."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """Returns the module that holds this one, through others, and is held by none; of several the one with the most
+    parameters, then the one with the longest names, as a wrapper adds nothing to them."""
+    parents: dict[int, list[nn.Module]] = {}
+    for parent in gc.get_objects():
+        if issubclass(type(parent), nn.Module):
+            for child in vars(parent).get("_modules", {}).values():
+                parents.setdefault(id(child), []).append(parent)
+    met, front = {id(module): module}, [module]
+    while front:
+        above = {id(up): up for child in front for up in parents.get(id(child), ()) if id(up) not in met}
+        met |= above
+        front = list(above.values())
+
+    def reach(top: nn.Module) -> tuple[int, int]:
+        names = [_bare(name) for name, _ in top.named_parameters()]
+        return len(names), sum(map(len, names))
+
+    return max((top for key, top in met.items() if key not in parents), key=reach, default=module)
 
 
 def _bare(name: str) -> str:
