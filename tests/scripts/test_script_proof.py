@@ -377,6 +377,29 @@ def test_ranks_that_were_never_set_up_prove_nothing(pool: RankPool, tmp_path: Pa
     assert parity.equal and not parity.parity and "each may have trained by itself" in parity.text()
 
 
+IN_PIECES = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    dist.init_process_group("gloo")
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(6, 5)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_that_hold_pieces_of_weights_may_have_the_same_losses(pool: RankPool, tmp_path: Path) -> None:
+    parity = prove(pool, tmp_path, IN_PIECES, nproc=2)
+    assert parity.parity, parity.text()
+
+
 def test_modules_with_names_in_common_are_each_compared(pool: RankPool, tmp_path: Path) -> None:
     text = PLAIN.replace("model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))",
                          "one, two = nn.Linear(5, 4), nn.Linear(4, 1)")  # fmt: skip

@@ -35,6 +35,7 @@ from shardwise.scripts.reading import standing
 Named = Iterable[tuple[str, torch.Tensor | None]]
 ENDLESS = 10**6  # batches of an epoch whose last is not looked for: a sampler with replacement may promise any number
 BESIDE, SUMMED = "a loader beside the main one", "a sum over ranks"  # of what a script met
+PIECES = "weights in pieces over ranks"
 
 
 _PLACE = re.compile(r"\bparameter \d+")

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import InputError
-from shardwise.scripts.proof.recorder import ScriptRecorder, content_of, nudge, sketch
+from shardwise.scripts.proof.recorder import PIECES, ScriptRecorder, content_of, nudge, sketch
 
 # what wrappers put into the names of what they hold
 _WRAPPED = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_forward_module|_checkpoint_wrapped_module)(?=\.)")
@@ -119,6 +120,8 @@ class TorchHooks:
             named = self._named(optimizer)
             if id(optimizer) not in self._numbers:
                 self._seen.append(optimizer)
+                if any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for _, param in named):
+                    self._recorder.met(PIECES)
                 whole = [(name, _whole(param)) for name, param in named]
                 trained = {name for name, param in named if param.requires_grad}
                 self._numbers[id(optimizer)] = self._recorder.add(optimizer, whole, trained)

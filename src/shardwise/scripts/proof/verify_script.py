@@ -34,7 +34,7 @@ from shardwise.scripts.proof import receipts
 from shardwise.scripts.proof.cause import Difference, cause_of_change
 from shardwise.scripts.proof.cause import cause_of as cause_of_difference
 from shardwise.scripts.proof.comparison_records import joined, judge, record_of, zero_gradients
-from shardwise.scripts.proof.recorder import ScriptJob, ScriptRecord
+from shardwise.scripts.proof.recorder import PIECES, ScriptJob, ScriptRecord
 from shardwise.scripts.proof.run_script import run_in_proof
 from shardwise.scripts.proof.scratch import looking_like
 
@@ -297,7 +297,7 @@ def _on_ranks(
         return None
     losses = [[step.losses for step in record.steps] for record in records]
     alike = all(of_rank == losses[0] for of_rank in losses) and any(map(any, losses[0]))  # zeros tell nothing
-    if asked.foreign and parity.world_size > 1 and alike:
+    if asked.foreign and parity.world_size > 1 and alike and PIECES not in records[0].met:
         parity.unproven.append(
             "every rank has the same losses: each may have trained by itself on the same samples. A script for "
             "--nproc sets up its ranks from RANK and WORLD_SIZE (torch.distributed.init_process_group)"
