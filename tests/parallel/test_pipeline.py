@@ -134,6 +134,8 @@ MODULES = [
     ("messages", "pp=2,dp_shard=2,zero=3,stages=nodes.0"), ("messages", "pp=2,tp=2,stages=edges.1"),
     ("hf_t5", "pp=2,schedule=zbv"), ("writes_into_slices", "pp=2,stages=blocks.2"), ("loss_that_writes", "pp=2,tp=2"),
     ("loss_that_writes", "pp=3,schedule=zbh1"), ("routed", "pp=2"), ("reads_the_base", "pp=2"),
+    ("hooked", "pp=3,schedule=zbh1"), ("hooked", "pp=2,schedule=interleaved1f1b"),
+    ("hooked", "pp=2,dp_shard=2,zero=3"), ("hooked_around", "pp=2"),
     ("head_by_step", "pp=2,stages=blocks.1"), ("head_by_step", "pp=2,dp_shard=2,zero=3,stages=blocks.1"),
 ]  # fmt: skip
 ARCHITECTURES = [name for name in vars(pipeline_tasks) if name.startswith("hf_")]
@@ -162,6 +164,8 @@ REFUSED = [
     ("reads_the_base", "pp=2,stages=blocks.2", "two tensors share one memory"),
     ("through_numpy", "pp=2", "the loss on a few samples is NaN"),
     ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),
+    ("hooked_around", "pp=4", "None begins in '1', whose backward hook is given"),
+    ("hooked_around", "pp=2,stages=1.2", "it lies in '1', whose backward hook is given"),
     ("conditioned", "pp=3,stages=blocks.2|blocks.1", "in the order in which they run"),
 ]  # fmt: skip
 

@@ -819,3 +819,38 @@ def _writes(output: tuple[Tensor, list[Tensor], list[Tensor]], batch: Any) -> tu
 
 def loss_that_writes() -> Task:
     return task(GivesAll, loss=_writes)
+
+
+def _softened(module: nn.Module, from_input: tuple, from_output: tuple) -> tuple:
+    """What a backward hook gives in the gradients' place; torch calls it with None where an argument needs none."""
+    return tuple(gradient if gradient is None else torch.tanh(3 * gradient) for gradient in from_input)
+
+
+class Hooked(Residual):
+    """Hooks on gradients around each block, and on the result of the whole and its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_hook(_softened)
+        self.register_forward_hook(lambda module, args, result: result * 0.5)
+        self.register_full_backward_pre_hook(lambda module, gradients: (gradients[0].clamp(-1, 1),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = start = torch.tanh(self.head.weight.sum() * x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x + start)
+
+
+def hooked() -> Task:
+    return task(Hooked)
+
+
+def hooked_around() -> Task:
+    def make() -> nn.Module:
+        blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+        blocks.register_full_backward_hook(_softened)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks, nn.Linear(WIDTH, OUT))
+
+    return task(make)

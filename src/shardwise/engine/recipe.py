@@ -119,6 +119,9 @@ def apply_plan(
     cut = _cut_stages(task, plan, mesh, precision, built, blocks, spread)
     absent: set[str] = set()
     if cut is not None:
+        from shardwise.parallel.pipeline.hooks import ResultHooks
+
+        result_hooks = ResultHooks(module)
         absent, value_of = cut.absent, cut.values(built, value_of)
         notices += cut.notices
     spread.install(module, absent, mesh, traced=plan.compile)
@@ -151,7 +154,7 @@ def apply_plan(
     if cut is not None:
         from shardwise.parallel.pipeline.stage import StagedModule
 
-        staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
+        staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results, result_hooks)
     return Applied(
         set_training(module, True), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged,
         trained, frozen, order, chunks, marks, read, activations, moved,

@@ -165,7 +165,9 @@ class _Look:
             findings.draws = self.share(list(dict.fromkeys(_draw_text(draw.path, draw.op) for draw in self.drawn)))
         if self.strict and self.parts is not None:
             # Collective: called by every rank, though a rank asks only where nothing else differs.
-            refused, notices = _choices(self.again, seen.repeats(self.sizes), seen.reads_values and not self.problems)
+            backwards = [] if seen.reads_values else self.run.own_backwards
+            asked = bool(seen.reads_values or backwards) and not self.problems
+            refused, notices = _choices(self.again, seen.repeats(self.sizes), asked, backwards)
             self.problems += self.share(refused)
             findings.notices += self.share(notices)
         findings.into_arguments = sorted(seen.into_arguments.paths)
@@ -253,11 +255,12 @@ def refusing_writes(seen: Seen, share: Callable[[list[str]], list[str]], follows
         raise WritesWeights(names)
 
 
-def _choices(again: Again, repeats: str, asked: bool) -> tuple[list[str], list[str]]:
-    """Returns (problems, notices) of choices that a forward makes by values of its batch.
+def _choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> tuple[list[str], list[str]]:
+    """Returns (problems, notices) of choices that a forward makes by values of its batch, and of mixing backwards.
 
-    repeats  as `Seen.repeats` gives it
-    asked    this rank saw values read; others may ask where this one does not
+    repeats    as `Seen.repeats` gives it
+    asked      this rank saw values read, or a backward of the user's; others may ask where this one does not
+    backwards  `Runner.own_backwards`, of a forward that reads no values
     """
     made = (
         f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
@@ -270,7 +273,16 @@ def _choices(again: Again, repeats: str, asked: bool) -> tuple[list[str], list[s
         return [], [notice] if repeats and asked else []
     if differs is None or not asked:
         return [], []
+    if backwards:
+        by = " or ".join(dict.fromkeys(backwards))
+        return [f"{by} gives other gradients for a rank's part of the samples: in float64 {differs}. {_MIXED}"], []
     return [f"{made}: in float64 {differs}. Make the choice for each sample, or one that no value decides"], []
+
+
+_MIXED = (
+    'Treat each sample by itself there (norms and counts over one, not over the batch), or declare loss_scope="model", '
+    "by which every rank runs the model on all of them"
+)
 
 
 def _draw_text(path: str, op: str) -> str:

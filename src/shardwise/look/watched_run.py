@@ -82,6 +82,11 @@ class Runner:
             changes |= self.seen.restore_parameters()
         return loss, random.calls, changes
 
+    @property
+    def own_backwards(self) -> list[str]:
+        """Returns what of the code that ran may compute gradients otherwise than for each sample, as text."""
+        return self._reached.own_backwards if self._reached is not None else []
+
     def masked(self, batch: Any, random: GlobalRandom, samples: Samples) -> Loss:
         """Returns the loss with random masks dealt by the samples' global indices."""
         random.begin(0, 0, 0, samples)

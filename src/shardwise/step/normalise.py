@@ -139,7 +139,9 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     """Divides gradients by the global weight and clips; returns (`StepResult`, whether all ranks may update)."""
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
     scale = state.scale
-    divisor = weight * (scale.value if scale is not None else 1.0)
+    # the gradient of ranks that have the same samples was summed; a backward of the user's may give a half none
+    copies = state.mesh.data.size if state.same_samples else 1
+    divisor = weight * (scale.value if scale is not None else 1.0) * copies
     summed = state.technique.in_pieces and state.order is None
     rows = agreed.square_norms[: state.mesh.shard.size] if summed else agreed.square_norms[:1]
     norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan

@@ -25,8 +25,6 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
         term = _times(extra.total, factors[name])
         objective = objective + term
         extras[name] = term.detach()
-    if state.same_samples and state.mesh.data.size > 1:  # gradients of ranks are summed, and each has the whole
-        objective = objective / state.mesh.data.size
     if state.scale is not None:
         many = state.plan.step_microbatches
         objective = objective * state.scale.factor(loss.weight, state.mesh.data, state.device, many)

@@ -116,6 +116,7 @@ class Reached:
         self.places: dict[tuple[int, str], Place] = {}
         self.objects: dict[int, tuple[str, Any]] = {}  # with the name by which each was first met
         self.classes: dict[type, None] = {}
+        self.own_backwards = _own_backwards(module)  # what may compute gradients otherwise than for each sample, told
         self._seen: set[int] = set()
         self._followed: set[tuple[type, frozenset | None]] = set()  # classes, each for the names that code uses
         for kind in {type(child): None for child in module.modules()}:
@@ -142,6 +143,8 @@ class Reached:
 
     def _of_code(self, function: FunctionType) -> None:
         used, assigned = _names(function.__code__)
+        if "register_hook" in used:
+            self.own_backwards.append(f"a hook on a gradient that '{function.__qualname__}' sets")
         for name in used & function.__globals__.keys() | assigned:
             self._of_name(function.__globals__, name, used, assigned)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -181,6 +184,8 @@ class Reached:
             return
         self._followed.add((kind, used))
         self.classes[kind] = None
+        if issubclass(kind, torch.autograd.Function):
+            self.own_backwards.append(f"the backward of '{kind.__name__}'")
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType | staticmethod | classmethod | property):
                 if used is None or name in used:
@@ -188,6 +193,14 @@ class Reached:
             elif not name.startswith("__") and (isinstance(value, _VALUES) or is_own(value)):
                 self.places[id(kind), name] = (kind, name)
                 self._of_values(name, [value], used)
+
+
+def _own_backwards(module: nn.Module) -> list[str]:
+    """Returns hooks on gradients around children, and tables whose gradients count a batch's indices, as text."""
+    hooked = [f"a backward hook on '{path}'" for path, child in module.named_modules()
+              if child._backward_hooks or child._backward_pre_hooks]  # fmt: skip
+    counting = [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]
+    return [*hooked, *(f"scale_grad_by_freq of '{path}'" for path in counting)]
 
 
 def _is_object(value: Any) -> bool:

@@ -31,6 +31,7 @@ from shardwise.errors import InputError, RefusedPlan, did_you_mean
 from shardwise.parallel.pipeline.balance import Prefix, Used, balanced, costs_of, uses, uses_led
 from shardwise.parallel.pipeline.boundaries import CutPoint, Edge, Holder, Stage
 from shardwise.parallel.pipeline.chance import met_always, met_by_chance
+from shardwise.parallel.pipeline.hooks import BACKWARD_HOOK, hooked_in_backward
 from shardwise.parallel.pipeline.inner import blocked, crossed, crossed_at, found_by
 from shardwise.parallel.pipeline.lasting import conflict, told_lasting, told_written, twin_of
 from shardwise.parallel.pipeline.skips import Skip, skips_between
@@ -159,6 +160,7 @@ def choose(
     apart   why no gradient that the forward takes itself may go back over a place; empty where it may
     Raises `RefusedPlan` where there are too few places, `InputError` for a name that is none.
     """
+    units = [*units, *hooked_in_backward(module)]
     tiers: list[list[CutPoint]] = []  # ever more places, ever harder to take hold of
     for own in (False, True):
         places, others = find_places(flow, own=own)
@@ -253,6 +255,8 @@ def _in_the_way(flow: Flow, module: nn.Module, places: list[CutPoint], others: l
             f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
             "used again, and no module is given it or gives it"
         )
+    if around := next(iter(hooked_in_backward(module)), ""):
+        why = f". None begins in '{around}', {BACKWARD_HOOK}"
     if any(owner is flow.root for _, owner in decisions(flow)):
         why = ". The outermost forward decides by a value that depends on parameters: stages cannot share it"
     written = next(filter(None, (told_written(flow, module, call) for call in flow.calls())), "")
@@ -283,6 +287,8 @@ def _named(
             why = "it does not begin a part of the forward with parameters before it and after it"
             if blocked is not None:
                 why = f"{_made_in(flow, blocked[1])} is used after it, and no module is given it or gives it"
+            around = next((path for path in hooked_in_backward(module) if name.startswith(f"{path}.")), "")
+            why = why if not around else f"it lies in '{around}', {BACKWARD_HOOK}"
             written = (told_written(flow, module, call) for call in flow.calls() if call.path == name)
             why = next(filter(None, written), why)
             raise RefusedPlan(f"plan: no stage can begin at '{name}': {why}; places: {', '.join(by_path)}")

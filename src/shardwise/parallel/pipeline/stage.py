@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.boundaries import Edge, Holder, Stage
+from shardwise.parallel.pipeline.hooks import ResultHooks
 from shardwise.parallel.pipeline.left_out import RAISED, LeftOutResults, OnNothing
 from shardwise.parallel.pipeline.skips import Skip
 from shardwise.parallel.pipeline.stage_gradients import SharedGradients, Tape
@@ -77,13 +78,15 @@ class StagedModule:
 
     axes     that cut positions, outermost first
     results  how they cut the results of calls; those not named are whole
+    hooks    of the outermost module by its result; by default all that it has now
     """
 
     def __init__(
         self, module: nn.Module, stages: list[Stage], dtype: torch.dtype, axes: Sequence[Axis] = (),
-        results: Results | None = None,
+        results: Results | None = None, hooks: ResultHooks | None = None,
     ):  # fmt: skip
         self.module = module
+        self._result_hooks = hooks or ResultHooks(module)
         self.dtype = dtype  # of what is computed
         self.axes, self.results = axes, results or {}
         self._made_up = LeftOutResults(dtype, axes)
@@ -161,7 +164,9 @@ class StagedModule:
         return actions
 
     def _wrap(self, child: nn.Module) -> None:
-        inner = child.forward
+        inner, hooked = child.forward, bool(child._backward_hooks)
+        if hooked:  # torch puts these on arguments that need a gradient by now
+            child.register_forward_pre_hook(self._before_hooks, with_kwargs=True)
 
         def forward(*args, **kwargs):
             # a block that is computed again in backward, a module called outside of a stage or by `torch.func`: their
@@ -173,7 +178,7 @@ class StagedModule:
             action = self._actions[self._stage.index].get((id(child), place))
             notes = self._notes[self._stage.index].get((id(child), place), ())
             for note in notes:
-                if note[2]:
+                if note[2] and not hooked:
                     self._noted[note] = tree_flatten((args, kwargs))[0]
             with self._inside(None):  # what an action calls of torch is nobody's own code
                 made = action(args, kwargs) if action is not None else None
@@ -187,6 +192,19 @@ class StagedModule:
             return output
 
         child.forward = forward
+
+    def _before_hooks(self, child: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Note the arguments of a call before hooks on their gradients lie around them; begin the stage there."""
+        if not self._running or self._stage is None or transforming():
+            return
+        call = id(child), self._counts.get(id(child), 0)
+        for note in self._notes[self._stage.index].get(call, ()):
+            if note[2]:
+                self._noted[note] = tree_flatten((args, kwargs))[0]
+        action = self._actions[self._stage.index].get(call)
+        if isinstance(action, partial) and action.func == self._enter:
+            with self._inside(None):
+                action(args, kwargs)
 
     def _wrap_root(self) -> None:
         inner = self.module.forward
@@ -325,7 +343,8 @@ class StagedModule:
         """
         self._stage, self._inbox, self.taken, self._tape = self.stages[index], inbox, [], tape
         try:
-            output = forward()
+            with self._result_hooks.of(last=self._stage.exit is None):
+                output = forward()
             if tape is not None:  # while the forward's notes are there; the stage after asks by these later
                 tape.have = {
                     which: [self._tensor_of(holder) if isinstance(holder, Holder) else None for holder in by]
