@@ -35,6 +35,17 @@ def test_a_log_is_not_told_of_what_is_loaded_soon(capfd) -> None:
     assert capfd.readouterr().err == ""
 
 
+def test_a_log_is_told_of_what_is_loaded_before_it_is_over(capfd, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    said, until = "", time.monotonic() + 60
+    with progress.timing(True, "loading") as say:
+        while not said and time.monotonic() < until:
+            time.sleep(0.05)
+            said += capfd.readouterr().err
+        say("another part")
+    assert said + capfd.readouterr().err == "loading\nanother part\n", "once, without a count of seconds"
+
+
 def test_nothing_is_said_where_it_is_not_wanted(capfd) -> None:
     with progress.timing(False) as say:
         say("a part")

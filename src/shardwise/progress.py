@@ -16,6 +16,7 @@ from typing import Any
 
 Say = Callable[[str], None]
 LOG_S = 10.0  # after which a log is told of work that goes on, and after twice as long again
+FIRST_S = 0.5  # after which it is told of the first part, of which it has heard nothing
 EVERY_S = 2.0  # between plain lines of one process: a log is read later
 _last_plain = [-EVERY_S]
 
@@ -90,7 +91,7 @@ def timing(wanted: bool, first: str = "") -> Iterator[Say]:
     """Context: as `telling`, and the seconds of the part that goes on are counted: by a terminal's line each second,
     in a log after 10, 20, 40 seconds and so on.
 
-    first   the part that goes on from the start; a log hears of it where it takes long
+    first   the part that goes on from the start; a log hears of it where it takes half a second
 
     For work that this process waits for; what ranks say themselves would be written over.
     """
@@ -100,11 +101,14 @@ def timing(wanted: bool, first: str = "") -> Iterator[Say]:
             return
         patience = 0.0 if say is line else LOG_S
         state: list = [first, time.monotonic(), patience]  # the part, when it began, seconds until it is told of next
+        unheard = bool(first) and say is not line
         if first and say is line:
             say(first)
         over = threading.Event()
 
         def tick() -> None:
+            if unheard and not over.wait(FIRST_S) and state[0] == first:
+                say(first)
             while not over.wait(1.0):
                 passed = time.monotonic() - state[1]
                 if state[0] and passed >= state[2]:

@@ -128,11 +128,21 @@ class BlockCosts:
         times.host = layer_host(self.shape, self.layout, self.software)
         times.forward_messages, times.backward_messages = self._messages()
         if self.layout.recompute == "full":
-            times.recompute = forward
-            times.recompute_messages = list(times.forward_messages)
+            times.recompute, times.recompute_messages = self._all_again(forward, times.forward_messages)
         elif self.layout.recompute == "selective":
             times.recompute = self._selected(attention, streams[0])
         return times
+
+    def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
+        """Returns what full recompute runs again of a layer: (seconds, messages)."""
+        s, lay = self.shape, self.layout
+        if not self.software.stops_early or s.experts or s.dropout:  # what follows the last product keeps a tensor
+            return forward, list(messages)
+        sums = [message for message in messages if message.op in ("all_reduce", "reduce_scatter")]
+        again = list(messages)
+        if sums:
+            again.remove(sums[-1])
+        return forward - self.kernels.layer_product(lay.tokens, s.hidden, s.ffn / lay.tp), again
 
     def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
         """Returns seconds of what the software's selective policy recomputes in a layer."""

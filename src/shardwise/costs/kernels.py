@@ -27,6 +27,8 @@ ACCUMULATED = 0.4
 # Batch norm of bfloat16 by planes, as a share of the data sheet's bandwidth by bytes in and out, and the channels from
 # which it does not grow. H200, torch 2.11, 128 samples: 64 channels 0.05, 128 0.07, 256 0.13, 512 and more 0.16
 BY_PLANES, PLANES_AT_ONCE = 0.16, 230.0
+# The same in channels_last (forward, backward). H200, those of a ResNet-50 with 256 samples
+BY_PIXELS = (0.18, 0.33)
 # The same of cuDNN's kernels that turn layouts, by bytes of the convolution. H200: a ResNet-50's 0.15, those of twelve
 # convolutions over 64 x 64 0.27
 TURNED = 0.2
@@ -227,12 +229,13 @@ class Kernels:
         """Returns seconds of `kernels` launches that together move `size_bytes`."""
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
 
-    def by_planes(self, size_bytes: float, channels: float) -> float:
-        """Returns the seconds of a bfloat16 batch norm on (N, C, H, W), where one block of threads sums a channel.
+    def norm_in_bf16(self, size_bytes: float, channels: float, *, backward: bool) -> float:
+        """Returns the seconds of a bfloat16 batch norm on (N, C, H, W), which cuDNN does not run.
 
         size_bytes: of what goes in and comes out, of which the kernels read some twice.
+        channels: of planes, each of which one block of threads sums; 0 where channels are last.
         """
-        reached = BY_PLANES * min(1.0, channels / PLANES_AT_ONCE)
+        reached = BY_PLANES * min(1.0, channels / PLANES_AT_ONCE) if channels else BY_PIXELS[backward]
         return size_bytes / (self.device.memory_bandwidth_gbps.value * 1e9 * reached) + self.launch_us * 1e-6
 
     def turned(self, size_bytes: float) -> float:

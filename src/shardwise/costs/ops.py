@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardwise.costs.block import EAGER
-from shardwise.costs.kernels import Kernels
+from shardwise.costs.kernels import Kernels, wide_rate
 from shardwise.costs.software import Software
 
-# Of the rate of large products that convolutions reach on tensor cores (assumed). Without them they compute as fast:
-# ResNet-50 in float32 on V100, 367 images a second (NVIDIA/DeepLearningExamples, ConvNets/resnet50v1.5), is 9 TFLOP/s
-# of the 13 that large products reach, batch norms and all
-CONV_SHARE = 0.5
+# Of the rate of large products that convolutions reach on tensor cores, where their bytes do not take longer: the 22 of
+# a ResNet-50 with 64 channels and more, 256 images in channels_last on H200 (torch 2.11), take 4.6 ms forward and 10.7
+# backward; with this share 5.0 and 9.8. Without tensor cores they compute as fast as products: ResNet-50 in float32 on
+# V100, 367 images a second (NVIDIA/DeepLearningExamples, ConvNets/resnet50v1.5), is 9 TFLOP/s of the 13 that large
+# products reach, batch norms and all
+CONV_SHARE = 0.6
+# Of float32's rate off tensor cores, what convolutions of one channel each reach in 16 bits (forward, backward), and
+# that over the rate in channels first. H200, areas of 3 to 7, 96 to 1152 channels: 0.18 to 0.24, 0.10 to 0.20; 3 to 6
+BY_CHANNEL, FIRST = (0.2, 0.14), 4.0
+# A batch norm reads its input for the statistics, then again; in backward the gradient too (cuDNN, whole tensors)
+PASSES = {"native_batch_norm": 3 / 2, "native_batch_norm_backward": 5 / 3}
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
@@ -28,8 +35,9 @@ def _streamed(name: str, shape: Sequence[float], kernels: Kernels, software: Sof
     if kernels.ops is not None:
         return kernels.ops.seconds(name, moved)
     if channels and kernels.device.kind != "cpu":
-        return kernels.by_planes(moved, channels[0])
-    return kernels.stream(moved / (EAGER if software.fused else 1.0), 1)
+        return kernels.norm_in_bf16(moved, channels[0], backward=name.endswith("backward"))
+    passes = PASSES.get(name, 1.0) if kernels.device.kind != "cpu" else 1.0
+    return kernels.stream(passes * moved / (EAGER if software.fused else 1.0), 1)
 
 
 def _product(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
@@ -59,26 +67,32 @@ def _attention(shape: Sequence[float], times: float, kernels: Kernels, software:
 
 
 def _convolution(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    cells, out, deep, moved, turned = shape
-    seconds = kernels.convolution("conv", cells, out, deep)
-    return _of_large(2.0 * cells * out * deep, moved, turned, kernels) if seconds is None else seconds
+    return _convolved("conv", shape, kernels)
 
 
 def _convolution_backward(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    cells, out, deep, moved, turned = shape
-    seconds = kernels.convolution("conv_backward", cells, out, deep)
-    return _of_large(4.0 * cells * out * deep, moved, turned, kernels) if seconds is None else seconds
+    return _convolved("conv_backward", shape, kernels)
 
 
-def _of_large(flops: float, moved: float, turned: float, kernels: Kernels) -> float:
-    """Returns seconds of a convolution without measurements, at a share of the rate of large products.
+def _convolved(kind: str, shape: Sequence[float], kernels: Kernels) -> float:
+    """Returns seconds of a convolution or its backward: measured, else at a share of a rate, or as its bytes take.
 
     turned  1.0 where its tensors are brought into channels_last and back, for kernels that read no other layout
+    alone   1.0 where each channel is convolved by itself, for which there is no tensor core
     """
-    cores = kernels.dtype != "fp32" or kernels.device.tf32_tflops is not None or kernels.device.kind == "cpu"
-    reached = kernels.large_convolutions_tflops * (CONV_SHARE if cores else 1.0)
-    seconds = flops / (reached * 1e12) + kernels.stream(moved, 1)
-    return seconds + (turned * kernels.turned(moved) if kernels.device.kind != "cpu" else 0.0)
+    cells, out, deep, moved, turned, alone = shape
+    seconds = kernels.convolution(kind, cells, out, deep)
+    if seconds is not None:
+        return seconds
+    flops, rate = 2.0 * cells * out * deep, kernels.large_convolutions_tflops
+    on_gpu, back = kernels.device.kind != "cpu", kind == "conv_backward"
+    if alone and on_gpu:
+        rate = wide_rate(kernels.device) * BY_CHANNEL[back] / (FIRST if turned else 1.0)
+    elif kernels.dtype != "fp32" or kernels.device.tf32_tflops is not None or not on_gpu:
+        rate *= CONV_SHARE
+    computed = (2.0 if back else 1.0) * flops / (rate * 1e12)
+    turning = turned * kernels.turned(moved) if on_gpu and not alone else 0.0
+    return max(computed, kernels.stream(moved, 0)) + kernels.launch_us * 1e-6 + turning
 
 
 # kind -> which of the factors of a probed device it has (`kernels.KINDS`), and its seconds alone

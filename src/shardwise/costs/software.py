@@ -120,6 +120,8 @@ class Software:
     cut_logit_bytes  the same where tp cuts the vocabulary and that takes other operations, else 0
     kept_gathered    matrices over the vocabulary that ZeRO-3 keeps gathered from forward to backward, as FSDP does with
                      what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
+    stops_early      full recompute ends with the last tensor that backward reads, as torch's non-reentrant checkpoint
+                     does: a dense layer's last product is not run again, nor what tp sends of it
     in_backward      each parameter is updated as soon as its gradient is there, which is then freed
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
     fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
@@ -148,6 +150,7 @@ class Software:
     by_unit: bool = False
     unit_bytes: float = 0.0
     selective: str = "attention"
+    stops_early: bool = False
     reorders: bool = False
     one_sum: bool = True
     windows: bool = False
@@ -227,6 +230,7 @@ SOFTWARE: dict[str, Software] = {
             reorders=True,
             ring="written",
             one_sum=False,
+            stops_early=True,
             loss="torch",
             states="bf16",
             logit_peak_bytes=12.0,
@@ -241,18 +245,6 @@ SOFTWARE: dict[str, Software] = {
             states="bf16",
             grad_reduce_bytes=2.0,
             source="Narayanan et al. 2021, section 4.2; Korthikanti et al. 2022: fused kernels, no overlap",
-        ),
-        Software(
-            "megatron-deepspeed",
-            attention="unfused",
-            overlap_dp=False,
-            split_sends=True,
-            accumulates=False,
-            widens=True,
-            loss="parallel",
-            states="bf16-deepspeed",
-            source="Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that copies "
-            "each gradient into float32 and adds that to its sum (deepspeed/runtime/bf16_optimizer.py)",
         ),
         Software(
             "megatron-core",
@@ -309,6 +301,7 @@ SOFTWARE: dict[str, Software] = {
             prefetch="after",
             by_unit=True,
             accumulates=False,
+            stops_early=True,
             loss="torch",
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
@@ -322,6 +315,7 @@ SOFTWARE: dict[str, Software] = {
             by_unit=True,
             accumulates=False,
             selective="elementwise",
+            stops_early=True,
             loss="torch",
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
@@ -342,6 +336,7 @@ SOFTWARE: dict[str, Software] = {
             pipelines_whole=True,
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
+            stops_early=True,
             loss="torch",
             logit_peak_bytes=12.0,
             cut_logit_bytes=LOSS_PARALLEL,
@@ -349,26 +344,24 @@ SOFTWARE: dict[str, Software] = {
             source="torchtitan until March 2025: FSDP2, SDPA, torch.compile of all but the loss; selective recompute "
             "of what is elementwise, and of every second product",
         ),
-        Software(
-            "deepspeed-2021",
-            attention="unfused",
-            overlap_dp=False,
-            prefetch="none",
-            gathers_per_unit=12,
-            gathers_again=True,
-            copies_us=8.0,
-            accumulates=False,
-            loss="parallel",
-            states="fp16-apex",
-            grad_reduce_bytes=2.0,
-            source="ZeRO-3 of DeepSpeed as run in Narayanan et al. 2021, section 5.2",
-        ),
     )
 }
 
 
 # The same software at another time, or with another switch: (name, of which, what differs)
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "megatron-deepspeed", "megatron-2021",
+        {"accumulates": False, "widens": True, "states": "bf16-deepspeed", "grad_reduce_bytes": 4.0, "source":
+         "Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that copies each "
+         "gradient into float32 and adds that to its sum (deepspeed/runtime/bf16_optimizer.py)"},
+    ),
+    (
+        "deepspeed-2021", "megatron-2021",
+        {"split_sends": False, "prefetch": "none", "gathers_per_unit": 12, "gathers_again": True, "copies_us": 8.0,
+         "accumulates": False, "states": "fp16-apex", "source": "ZeRO-3 of DeepSpeed as run in Narayanan et al. 2021, "
+         "section 5.2"},
+    ),
     (
         "megatron-flash", "megatron-2021",
         {"attention": "flash2", "split_sends": False, "grad_reduce_bytes": 4.0, "logit_peak_bytes": 6.0, "source":
@@ -394,6 +387,11 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "automodel", "fsdp",
         {"attention": "cudnn", "fused": True, "dispatch": "deepep", "states": "bf16-full", "source": "NeMo AutoModel: "
          "FSDP2, kernels of Transformer Engine, DeepEP, all in bf16 (its examples/benchmark/configs)"},
+    ),
+    (
+        "internevo", "fsdp",
+        {"stops_early": False, "states": "bf16-grads", "loss": "fused", "kept_gathered": 0, "source": "InternEvo of "
+         "2023 and 2024: eager, FlashAttention-2 and its cross-entropy; gradients are reduced beside backward"},
     ),
     (
         "torchtitan-eager", "torchtitan",

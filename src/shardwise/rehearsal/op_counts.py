@@ -164,16 +164,20 @@ class Count(TorchDispatchMode):
         x = args[1] if back else args[0]
         # in two bytes a device's kernels take channels last: the tensors are turned on the way (costs/kernels)
         turned = _channels_first(x) and x.element_size() == 2 and math.prod(weight.shape[2:]) > 1
-        shape = (cells / weight.shape[0], float(weight.shape[0]), deep, float(moved), float(turned))
+        alone = weight.shape[1] == 1 and args[-2 if back else 8] > 1  # groups
+        shape = (cells / weight.shape[0], float(weight.shape[0]), deep, float(moved), float(turned), float(alone))
         self.trace.order.append(("conv_backward" if back else "conv", shape, 1))
 
     def _stream(self, name: str, args: Any, out: Any) -> None:
         moved = _bytes(args, out)
         self.trace.moved += moved
         shape = [float(moved)]
-        if "batch_norm" in name and (x := tensors_in(args)[0]).dtype == torch.bfloat16 and _channels_first(x):
-            # such norms run at a speed of their own, by their channels
-            shape.append(float(x.shape[1]))
+        if "batch_norm" in name and (x := tensors_in(args)[0]).dtype == torch.bfloat16:
+            # such norms run at a speed of their own, by their channels where those are first
+            if _channels_first(x):
+                shape.append(float(x.shape[1]))
+            elif x.dim() > 3 and name.startswith("native_"):
+                shape.append(0.0)
         self.trace.order.append((name, tuple(shape), 1))
         self.trace.kernels += 1
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 # product                (m, n, k), times the batch of a batched one
 # attention              (batch x heads, queries, keys, width, backward?, causal?)
-# conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved)
+# conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved, turned?, each channel alone?)
 # recurrence             (m, n, k) of the product of one step; its times are steps, one after another
-# the name of an op      (bytes moved,)
+# the name of an op      (bytes moved,), of a bfloat16 batch norm its channels too, 0 where they are last
 Entry = tuple[str, tuple[float, ...], int]
 Tops = tuple[
     int, int, int
