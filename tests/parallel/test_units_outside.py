@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import module_tasks
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise import parallelize
+from shardwise import Task, parallelize, verify
 from shardwise.ranks import RankPool
 
 
@@ -21,3 +23,27 @@ def test_unit_whose_weight_is_read_outside_is_gathered_with_the_root(pool: RankP
     assert "blocks.0" not in units
     assert "blocks.1" in units
     assert "'blocks.0'" in told[0]
+
+
+class Masked(nn.Module):
+    """A layer whose mask others have too, and fade."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+        self.line = nn.Linear(module_tasks.WIDTH, module_tasks.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.line(x * self.mask.mul_(0.9).clone())
+
+
+def one_mask() -> Task:
+    def made() -> nn.Module:
+        mask = torch.linspace(0.5, 1.5, module_tasks.WIDTH)
+        return nn.Sequential(*(Masked(mask) for _ in range(3)), nn.Linear(module_tasks.WIDTH, module_tasks.OUT))
+
+    return module_tasks.task(made)
+
+
+def test_a_buffer_that_several_units_hold_stays_one(pool: RankPool) -> None:
+    assert verify("test_units_outside:one_mask", "dp_shard=2,zero=3", pool=pool).equal

@@ -219,6 +219,8 @@ def unseen_noise(x: torch.Tensor) -> torch.Tensor:
 def once(plan: str, case: str) -> None:
     """One mistake of a script, on ranks."""
     model = net(mixes=case == "mixes")
+    if case == "as long as the longest":
+        model.forward = lambda x: torch.cat([model.head(x @ torch.ones(6, 8).double())] * (1 + int(x[0, 0] > 0)), 1)
     if case == "unseen draws":
         model.layers[1].forward = unseen_noise
     if case == "draws inside":
@@ -380,6 +382,7 @@ REFUSED: list[tuple] = [
     (once, "dp_replicate=2", "unseen draws", RefusedPlan, "cannot be followed"),
     (once, "dp_replicate=2", "other loader", InputError, "has handed out no batch"),
     (once, "dp_shard=2,zero=3", "mixes", RefusedPlan, "mixes samples"),
+    (once, "dp_replicate=2", "as long as the longest", RefusedPlan, r"shapes .*\(1, \d\).*total_length"),
     (once, "dp_shard=2,zero=1", "joint", RefusedPlan, "LBFGS's update of one tensor depends on the others"),
     (once, "pp=2", "pipeline", RefusedPlan, r"pp > 1 in prepare.*shardwise.parallelize\(task, plan\).step"),
 ]  # fmt: skip

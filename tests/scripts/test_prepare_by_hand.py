@@ -323,6 +323,30 @@ def in_a_forward(plan: str | None, writes: str, scope: Any) -> tuple:
     return train(plan, model, batches(20), mse, optimizer, loss_scope=scope)
 
 
+class Reading(nn.Module):
+    """Reads in its own forward what its units hold: for a penalty, and as a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*(Block("") for _ in range(3))), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = sum(param.square().sum() for param in self.blocks.parameters())
+        return self.head(self.blocks(x) @ self.blocks[0].line.weight.t()) + 1e-2 * penalty
+
+
+def read_in_a_forward(plan: str | None, scope: Any) -> tuple:
+    model: Any = made(Reading)
+    evaluated: list[float] = []
+
+    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            evaluated.append(float(model(torch.ones_like(x[:1])).sum()))
+        return mse(model, x, y)
+
+    return train(plan, model, batches(18), loss_of, loss_scope=scope), evaluated
+
+
 def beside_a_cut_model(plan: str | None) -> tuple:
     """Another model of the process reads its weights as parts, for which `.data` of all tensors is followed."""
     assert shardwise.prepare  # loaded, as by a first model, before the attribute is replaced
@@ -402,6 +426,7 @@ EQUAL: list[tuple] = [
     (script, "tp=2", drawn, adamw), (script, "tp=2", clipped, muon),
     (kept_in_lists, "dp_shard=2,zero=3"), (kept_in_lists, "tp=2"),
     (in_a_forward, "dp_shard=2,zero=3", "keys", "sample"), (beside_a_cut_model, "dp_shard=2,zero=3"),
+    (read_in_a_forward, "dp_shard=2,zero=3", "sample"), (read_in_a_forward, "dp_shard=2,zero=3", "global"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (script, "tp=2,dp_shard=2,zero=3", clipped, muon), (script, "tp=2", rows, muon),
@@ -412,6 +437,8 @@ MORE_EQUAL: list[tuple] = [
     (in_a_forward, "dp_shard=2,zero=3", "keys", "model"),
     (in_a_forward, "dp_shard=2,zero=2", "in place", "sample"),
     (in_a_forward, "dp_replicate=2,remat=full", "in place", "sample"),
+    (read_in_a_forward, "dp_shard=2,zero=3", "model"),
+    (read_in_a_forward, "dp_replicate=2,dp_shard=2,zero=3", "sample"),
 ]  # fmt: skip
 test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 

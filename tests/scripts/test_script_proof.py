@@ -205,12 +205,14 @@ torch.manual_seed(0)
 loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randint(3, (48,))), batch_size=8)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
 optimizer = torch.optim.AdamW(model.parameters())
+warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)  # which moves nothing in its first step
 prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan="dp_replicate=2,accumulate=2")
 weight = torch.tensor([1.0, 2.0, 5.0])
 for number, (x, y) in enumerate(loader, 1):
     prepared.backward(nn.functional.cross_entropy(model(x), y, weight=weight) / 2)
     if number % 2 == 0:
         optimizer.step()
+        warmup.step()
         optimizer.zero_grad()
 """
     parity = prove(pool, tmp_path, script)

@@ -427,12 +427,16 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
 
 
 def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    return [
-        f"'{name}' is computed from the samples of a micro-batch, by other means than batch norm, so ranks would "
-        'each keep statistics of their own: loss_scope="model" (of Task, of prepare) has every rank run the model on '
-        "all samples"
+    names = [
+        name
         for name, value in first.items()
         if name in second and value.shape == second[name].shape and not torch.equal(value, second[name])
+    ]
+    listed = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return names and [
+        f"{listed} {'is' if len(names) == 1 else 'are'} computed from the samples of a micro-batch, by other means "
+        'than batch norm, so ranks would each keep statistics of their own: loss_scope="model" (of Task, of prepare) '
+        "has every rank run the model on all samples"
     ]
 
 

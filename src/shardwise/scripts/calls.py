@@ -282,9 +282,9 @@ class Calls(Loop):
         with said, self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
             if not self.on_every_rank:
-                look = look_at_model(engine, args, kwargs, samples, self._dim, check=self._check)
+                look = look_at_model(engine, args, kwargs, samples, self._dim, self._gate, check=self._check)
             elif isinstance(engine.state.technique, FullShard):
-                refuse_writes(engine.module, args, kwargs)
+                refuse_writes(engine.module, args, kwargs, self._gate)
             phase.looked_at = False
         for module in look.batch_norms:
             if module not in self._joined:

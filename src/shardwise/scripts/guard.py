@@ -12,7 +12,8 @@ Weights and buffers are compared after steps 1, 2, 4, 8 and so on, where an epoc
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ class Gate:
 
     def __exit__(self, *error: object) -> None:
         self._opened -= 1
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Context: within what it is opened for, the model's forward runs."""
+        before, self._opened = self._opened, 0
+        try:
+            yield
+        finally:
+            self._opened = before
 
 
 def mark_like(other: torch.Tensor, param: nn.Parameter) -> None:

@@ -25,7 +25,7 @@ from shardwise.look.watched_run import Runner, Seen, TakesGradients, WritesWeigh
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.random import BatchDims
-from shardwise.scripts.guard import WRITTEN
+from shardwise.scripts.guard import WRITTEN, Gate
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 
@@ -37,6 +37,11 @@ BY_ROWS = (
     "where each sample's output depends on its own rows alone, prepare(..., check_loss=False), with a collate function "
     'that joins the rows of the samples it is given, and branches="per_sample" if a rank\'s samples may have none; '
     "verify proves it"
+)
+RAGGED = (
+    ". An output of it has the shapes {}: where it is padded to the longest of the samples it is given, let it be as "
+    "long whatever they are (pad_packed_sequence(..., total_length=x.shape[1])); or, where the loss leaves paddings "
+    "out, prepare(..., check_loss=False), and verify proves it"
 )
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
 MOST = 4  # samples that are looked at
@@ -61,12 +66,13 @@ def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Pla
 
 
 def look_at_model(
-    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True
+    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, gate: Gate, *, check: bool = True
 ) -> ModelLook:
     """Returns what a few samples show: batch norms, notices, dims. Collective; raises for modules that mix samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
+    gate     open for the look's own reads, closed while the model's forward runs
     check    False: only batch norm is looked for, by its modules
     """
     batch = (args, kwargs)
@@ -87,7 +93,8 @@ def look_at_model(
         (given_args, given_kwargs), count = one
         at = next((at for at, asked in enumerate(batches) if asked is one), None)
         try:
-            output = engine.module(*given_args, **given_kwargs)
+            with gate.closed():
+                output = engine.module(*given_args, **given_kwargs)
         except FAILURES as error:
             if count == n or needs_gradients(error):
                 raise
@@ -116,7 +123,8 @@ def look_at_model(
     except RefusedPlan as error:
         mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
         told = str(error).replace("the loss does not add up over samples: its sum", mixes)
-        told = told.partition(". Return (sum, weight)")[0] + ((unplaced or _hint(dim)) if mixes in told else "")
+        hint = unplaced or made.ragged() or _hint(dim)
+        told = told.partition(". Return (sum, weight)")[0] + (hint if mixes in told else "")
         raise RefusedPlan(f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
@@ -124,13 +132,17 @@ def look_at_model(
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
 
 
-def refuse_writes(module: nn.Module, args: tuple, kwargs: dict) -> None:
+def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> None:
     """Raise `RefusedPlan` where this call, run once and undone, writes into weights of which ranks keep pieces."""
     seen = Seen(module)
 
+    def forward(call: tuple[tuple, dict]) -> Any:
+        with gate.closed():
+            return module(*call[0], **call[1])
+
     def run() -> None:
         with torch.random.fork_rng(devices=[]), seen.watching(), refusing_writes(seen, list, follows=True):
-            Runner(module, lambda call: module(*call[0], **call[1]), seen)((args, kwargs))
+            Runner(module, forward, seen)((args, kwargs))
 
     try:
         gently(module, run)
@@ -241,6 +253,14 @@ class _Made:
             if len({len(shapes) for shapes in runs}) == 1:
                 self._dims = [_rows_of(list(shapes), self.sizes) for shapes in zip(*runs, strict=True)]
         return self._dims
+
+    def ragged(self) -> str:
+        """Returns what to say of an output that is as long as the longest of its samples; "" where there is none."""
+        for rows, shapes in zip(self.dims or [], zip(*self.shapes.values(), strict=True), strict=False):
+            others = {shape[: rows.dim] + shape[rows.dim + 1 :] for shape in shapes} if rows is not None else set()
+            if len(others) > 1:
+                return RAGGED.format(" and ".join(map(str, dict.fromkeys(shapes))))
+        return ""
 
     def rows(self, leaves: list[Any], count: int) -> list[Rows | None]:
         """Returns where each of these outputs has its `count` samples, by size alone where `dims` does not tell."""

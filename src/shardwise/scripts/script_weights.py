@@ -158,13 +158,17 @@ class ScriptWeights:
         uses = {type(one).script_use.values for one in tensors_in((args, kwargs)) if hasattr(type(one), "script_use")}
         if "never" in uses and reads_values(func):
             refuse(RefusedPlan(_PIECE.format(name or str(func))))
-        if uses & _PIECES and not self._runs():
+        if func is torch.autograd.grad and uses & _PIECES:
+            refuse(RefusedPlan(TAKEN))
+        in_forward = "sharded" in uses and self._calls.in_forward  # of another unit than the one that holds them
+        if in_forward and func == torch.Tensor.data.__set__:
+            return self._whole.assign(*args)
+        in_forward = in_forward and reads_values(func) and func != torch.Tensor.data.__get__  # to assign it
+        if in_forward or (uses & _PIECES and not self._runs()):
             assert self._whole is not None
             return names_line(self._whole.outside)(func, args, kwargs)
-        if "sharded" in uses and func == torch.Tensor.data.__set__ and self._calls.in_forward:
-            return self._whole.assign(*args)
         if "share" in uses and reads_values(func):
-            refuse(RefusedPlan(TAKEN if func is torch.autograd.grad else _OF_A_SHARE.format(name or func)))
+            refuse(RefusedPlan(_OF_A_SHARE.format(name or func)))
         if "once" in uses:
             args, kwargs = self._counted_once(func, args, kwargs)
         return func(*args, **kwargs)

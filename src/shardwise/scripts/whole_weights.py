@@ -37,7 +37,7 @@ from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
-from shardwise.scripts.guard import OUTSIDE, READ, TAKEN, mark_like, reads_values, units_parameters, writes_into
+from shardwise.scripts.guard import OUTSIDE, READ, mark_like, reads_values, units_parameters, writes_into
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.script_weights import OfPieces, assign
 from shardwise.scripts.stepping import Stepping
@@ -141,8 +141,6 @@ class WholeWeights:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
-        if func is torch.autograd.grad:
-            raise RefusedPlan(TAKEN)
         if name in _ABOUT or (name == "__get__" and attribute in _ATTRIBUTES):
             return func(*replaced(torch.Tensor, lambda t: self.meta(t) if id(t) in self.names else t, args), **kwargs)
         if name.startswith("new_"):  # of its dtype and device alone
@@ -157,8 +155,8 @@ class WholeWeights:
         return self._computed(func, args, kwargs)
 
     def _computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of whole weights; raises where it gives a view of one, which would be of a copy."""
-        self._script.meet("a weight that is read beside the forward")
+        """Returns a function of whole weights; raises where it gives the script a view, which would be of a copy."""
+        self._script.meet("a weight that is read outside of its unit's forward")
         copies = set[int]()
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,7 +170,8 @@ class WholeWeights:
 
         args, kwargs = replaced(torch.Tensor, whole, (args, kwargs))
         made = func(*args, **kwargs)
-        if any(one.untyped_storage()._cdata in copies for one in tensors_in(made)):
+        views = any(one.untyped_storage()._cdata in copies for one in tensors_in(made))
+        if views and not self._script.calls.in_forward:
             raise RefusedPlan(READ.format(getattr(func, "__name__", func)))
         return made
 
@@ -182,7 +181,9 @@ class WholeWeights:
     def in_graph(self, piece: torch.Tensor) -> torch.Tensor:
         """Returns the whole weight, whose gradient comes to the ranks' pieces and counts once. Collective."""
         whole: torch.Tensor = OfPieces.apply(piece, self.value(self.names[id(piece)]), self)
-        return with_summed_gradient(whole, (*self._script.calls.counted_once, *self._script.mesh.inner))
+        calls = self._script.calls
+        beside = () if calls.in_forward else calls.counted_once  # of the samples of all ranks
+        return with_summed_gradient(whole, (*beside, *self._script.mesh.inner))
 
     @torch.no_grad()
     def value(self, name: str) -> torch.Tensor:
