@@ -35,8 +35,8 @@ def test_a_log_is_not_told_of_what_is_loaded_soon(capfd) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_a_log_is_told_of_what_is_loaded_before_it_is_over(capfd, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+def test_a_log_is_told_of_what_is_loaded_before_it_is_over(capfd) -> None:
+    progress._last_plain[0] = -progress.EVERY_S
     said, until = "", time.monotonic() + 60
     with progress.timing(True, "loading") as say:
         while not said and time.monotonic() < until:

@@ -108,7 +108,7 @@ def timing(wanted: bool, first: str = "") -> Iterator[Say]:
 
         def tick() -> None:
             if unheard and not over.wait(FIRST_S) and state[0] == first:
-                say(first)
+                block(first)  # the first part that follows is told too, however soon
             while not over.wait(1.0):
                 passed = time.monotonic() - state[1]
                 if state[0] and passed >= state[2]:

@@ -209,7 +209,9 @@ def test_a_terminated_command_says_so_and_leaves_nothing(folder):
     args = [sys.executable, "-m", "shardwise", "verify", "text", "--plan", "dp_shard=2"]
     with subprocess.Popen(args, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        said = process.stderr.readline()  # it has begun
+        said = process.stderr.readline()
+        while said and not said.startswith("verify: 2 steps"):  # it is loading PyTorch
+            said = process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert said.startswith("verify: 2 steps") and process.returncode == 143

@@ -33,8 +33,8 @@ def mocks() -> Iterator[RankPool]:
 
 
 def op(kind: str, group: str = "a", ranks: tuple[int, ...] = (0, 1), peer: int = -1, size: int = 4,
-       batch: int | None = None, dtype: str = "float32") -> Issued:  # fmt: skip
-    return Issued(kind, group, ranks, peer, dtype, (size,), "", "here", batch)
+       batch: int | None = None, dtype: str = "float32", device: str = "") -> Issued:  # fmt: skip
+    return Issued(kind, group, ranks, peer, dtype, (size,), "", "here", batch, device)
 
 
 def send(peer: int, **rest: Any) -> Issued:
@@ -65,6 +65,8 @@ PLANTED: dict[str, tuple[list[list[Entry]], bool]] = {
     "a batch of sends alone on both": (
         [[send(1, batch=1), recv(1, batch=2)], [send(0, batch=1), recv(0, batch=2)]], False),
     "another collective under one number": ([[op("all_reduce")], [op("all_gather")]], False),
+    "a tensor that lies on the host of one rank": (
+        [[op("broadcast", device="cpu")], [op("broadcast", device="mock")]], False),
     "sizes of the ends differ": ([[send(1, size=4)], [recv(0, size=5)]], False),
     "dtypes of the ends differ": ([[send(1)], [recv(0, dtype="bfloat16")]], False),
     "two of one pair's messages in another order": (

@@ -27,6 +27,7 @@ class Issued:
     group    the same text on all its ranks; `ranks` are the global ones, in the group's order
     peer     global rank of a message's other end; -1 of a collective
     batch    operations of one batch begin together; None: alone
+    device   the type of the tensor's: a group has a backend for each, and ranks meet in the same one
     """
 
     op: str
@@ -38,11 +39,13 @@ class Issued:
     tag: str
     place: str
     batch: int | None = None
+    device: str = ""
 
     def __str__(self) -> str:
         what = f"{self.op}{' (' + self.tag + ')' if self.tag else ''}"
         other = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.op, "")
         shape = f" of {self.dtype} {list(self.shape)}" if self.dtype else ""
+        shape += f" on the {self.device}" if self.device else ""
         return f"{what}{shape}{other} over {self.group.split('|')[0]}, from {self.place or 'an unknown line'}"
 
 
@@ -71,8 +74,9 @@ class IssueLog:
         has = isinstance(tensor, torch.Tensor)
         dtype = str(tensor.dtype).removeprefix("torch.") if has else ""
         shape = tuple(tensor.shape) if has else ()
+        device = tensor.device.type if has else ""
         name = self._name(group, axis, ranks)
-        self.entries.append(Issued(op, name, tuple(ranks), peer, dtype, shape, tag, place, self._batch))
+        self.entries.append(Issued(op, name, tuple(ranks), peer, dtype, shape, tag, place, self._batch, device))
         self._count += 1
         return self._count - 1
 

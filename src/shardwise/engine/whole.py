@@ -143,7 +143,8 @@ def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int)
         return None
     if axis.index != source or tensor is None:
         tensor = torch.empty(shape[:dims], dtype=DTYPES[kind], device=device)
-    tensor = tensor.detach().contiguous()
+    # an optimizer's count of steps lies on the host, and the others wait for it on their devices
+    sent = tensor.detach().to(device).contiguous()
     # as bytes, which every backend sends whatever the dtype
-    broadcast(tensor.view(-1).view(torch.uint8), axis, source, "control")
-    return tensor
+    broadcast(sent.view(-1).view(torch.uint8), axis, source, "control")
+    return sent

@@ -1,12 +1,12 @@
 """Which communicators a rank of a plan makes on accelerators: one for each group of ranks that it sends anything over.
 
-    dp_shard=2,cp=2,tp=2    world . dp_shard . cp . tp . shard (dp_shard and cp) . gradients (the same ranks again)
+    dp_shard=2,cp=2,tp=2    world . cp . tp . shard (dp_shard and cp) . gradients (the same ranks again)
 
 Each takes memory outside the allocator and, with many ranks, seconds at the start; compared with what ranks issue in
 tests/testing/test_nccl_order.py. A group of all ranks along one axis is the world's.
 
-What this does not do: count groups that a task's own code makes, or those of a stage that takes gradients within its
-forward (parallel/pipeline/stage_messages), of which a plan does not tell.
+What this does not do: count groups of which a plan does not tell: those that a task's own code makes, of a stage that
+takes gradients within its forward (parallel/pipeline/stage_messages), of batch norms over samples beside cp or domain.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ def communicators(plan: Plan) -> tuple[str, ...]:
         return ()
     degrees = dict(zip(AXES, Grid(plan).shape, strict=True))
     samples = ("dp_replicate", "dp_shard")
-    made = ["world", *(axis for axis, degree in degrees.items() if 1 < degree < plan.world_size)]
     inner = tuple(axis for axis in INNER if degrees[axis] > 1)
     together = {"data": samples, "shard": ("dp_shard", *inner)}
-    if inner:
-        together["gradients"] = (*samples, *inner)
+    apart = set(degrees)
+    if inner:  # gradients are summed over positions too, so that groups of samples alone send nothing
+        together = {"shard": together["shard"], "gradients": (*samples, *inner)}
+        apart -= {"dp_shard", *([] if plan.zero and degrees["dp_shard"] > 1 else ["dp_replicate"])}
+    made = ["world", *(axis for axis, degree in degrees.items() if axis in apart and 1 < degree < plan.world_size)]
     for name, axes in together.items():
         sizes = [degrees[axis] for axis in axes if degrees[axis] > 1]
         if len(sizes) > 1 and math.prod(sizes) < plan.world_size:

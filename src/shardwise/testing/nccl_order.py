@@ -169,9 +169,9 @@ def _unlike(units: list[list[_Unit]]) -> list[str]:
 def _alike(entry: Issued) -> tuple[object, ...]:
     """Returns what ranks must have alike: rows of an all-to-all and of a gather by lists are each rank's own."""
     if entry.op in POINT_TO_POINT:
-        return ("message", entry.dtype, math.prod(entry.shape))
+        return ("message", entry.device, entry.dtype, math.prod(entry.shape))
     size = -1 if entry.op in ("all_to_all", "gather", "scatter") else math.prod(entry.shape)
-    return (entry.op, entry.dtype, size)
+    return (entry.op, entry.device, entry.dtype, size)
 
 
 def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:

@@ -99,8 +99,7 @@ def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | 
     device = mock_device.install()
     if dist.is_initialized() and dist.get_world_size() > 1:
         mock_device.join_group()
-    # Adam's count of steps, which torch reads from a tensor on the CPU, is none of the order's business
-    resolved = resolve_task(task).with_(optimizer=_momentum)
+    resolved = resolve_task(task)
     settings = Settings(accumulate=plan.step_microbatches)
     log = IssueLog()
     with listing(log):
@@ -113,7 +112,3 @@ def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | 
             deque(tensors, maxlen=0)
     engine.close()
     return log.entries
-
-
-def _momentum(groups: list[dict]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
