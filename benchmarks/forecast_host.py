@@ -1,4 +1,4 @@
-"""What Megatron's host takes for a layer: `python benchmarks/forecast_host.py --data DIR` reads costs/host's figures.
+"""What Megatron's host takes for a layer: `python benchmarks/forecast_host.py --data DIR` reads its figures.
 
 Golden values of its tests (megatron_ci_golden.csv) have 12 layers of width 512, which a GPU computes in no time. An
 iteration of `micro` micro-batches over `pp` stages of `chunks` pieces starts (micro + (pp - 1) / chunks) x 12 / pp

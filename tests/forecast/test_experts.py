@@ -12,8 +12,8 @@ import pytest
 
 from shardwise.cluster import Cluster, model
 from shardwise.costs.block import CASTS, BlockCosts
-from shardwise.costs.experts import ROUTING, bias_bytes, cast_kernels, routed_bytes
-from shardwise.costs.host import layer_host
+from shardwise.costs.expert_moves import ROUTING, bias_bytes, cast_kernels, routed_bytes
+from shardwise.costs.host_seconds import layer_host
 from shardwise.costs.kernels import STREAM_SHARE, Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import layer_activations

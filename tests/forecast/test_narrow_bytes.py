@@ -7,9 +7,9 @@ import torch
 
 from shardwise import parallelize, simulate
 from shardwise.cluster import Cluster
+from shardwise.costs.coded_state import decoded, resting
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import states
-from shardwise.costs.narrow import decoded, resting
 from shardwise.costs.software import STATES, software
 from shardwise.models import tasks
 from shardwise.planner.decoders import decoder_by_name

@@ -122,7 +122,7 @@ TRACE = [
 ]  # fmt: skip
 
 TIERS = [
-    bug("state comes back into the buffer's beginning", "tiers.stepping:StateTiers._bring", "entry.offset", "0",
+    bug("state comes back into the buffer's beginning", "tiers.state_tiers:StateTiers._bring", "entry.offset", "0",
         M + "decoder", "dp_replicate=2,offload=optimizer:disk"),
 ]  # fmt: skip
 

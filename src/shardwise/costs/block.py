@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.cluster import Device
-from shardwise.costs.experts import bias_bytes, cast_kernels, routed_bytes, routed_rows, routing_kernels
+from shardwise.costs.expert_moves import bias_bytes, cast_kernels, routed_bytes, routed_rows, routing_kernels
 from shardwise.costs.fp8 import FP8
-from shardwise.costs.host import HostSeconds, layer_host
+from shardwise.costs.host_seconds import HostSeconds, layer_host
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, Message, merged_bytes, ring_messages

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.costs.block import whole_gradients, whole_in_pipeline
+from shardwise.costs.coded_state import decoded, resting
 from shardwise.costs.layout import Layout
-from shardwise.costs.narrow import decoded, resting
 from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software

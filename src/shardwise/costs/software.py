@@ -108,7 +108,7 @@ class Software:
     dispatch         how rows reach their experts: "each" copy by itself, "deepep" (a row once to each node that has
                      some of its experts, and passed on inside it), or "hybridep" (the same, padded for FP8 on the way)
     drops            experts take a fixed number of rows, and more are dropped: no sizes are read on the way
-    megatron         layers are those of Megatron-Core with Transformer Engine (costs/host, costs/block)
+    megatron         layers are those of Megatron-Core with Transformer Engine (costs/host_seconds, costs/block)
     graphs           what is replayed as CUDA graphs, which the host starts as one: a whole "step", what is before the
                      experts of a layer ("attention"), or nothing
     prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),

@@ -18,9 +18,9 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.precisions import BYTES, PRECISIONS
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
 from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.host_room import decoder_room
 from shardwise.simulator.parts import StepContext
 from shardwise.simulator.quick import Estimator
-from shardwise.simulator.room import decoder_room
 from shardwise.simulator.step import simulate
 from shardwise.step.batching import samples_in
 from shardwise.task import Task

@@ -38,7 +38,7 @@ from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.depths import NoLine, longer, longer_trace
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
-from shardwise.simulator.room import traced_room
+from shardwise.simulator.host_room import traced_room
 from shardwise.simulator.traced import same_ops, simulate_traced, switches
 from shardwise.task import Task
 

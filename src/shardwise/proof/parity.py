@@ -161,7 +161,7 @@ def _refuse_other_samples(task: Task, settings: Any, ranks: Any) -> None:
 def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:
     """Compare both records into `parity`; what exceeds a bar by rounding alone is set apart."""
     from shardwise.proof.compare_records import compare
-    from shardwise.proof.narrow import set_noise_apart
+    from shardwise.proof.float32_proof import set_noise_apart
     from shardwise.proof.rounding import explain_by_rounding, nudged_runs
 
     compare(parity, single, ranks)
@@ -208,7 +208,7 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
 
 def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
     """Returns the steps of one process: in float64, or in float32 where a kernel has no float64."""
-    from shardwise.proof.narrow import float32_oracle
+    from shardwise.proof.float32_proof import float32_oracle
     from shardwise.proof.oracle import run_oracle
 
     try:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from shardwise.costs.coded_state import decoded, resting
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.narrow import decoded, resting
 from shardwise.costs.offload import brought, staged
 from shardwise.costs.software import States
 from shardwise.layout import Plan

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 
 from shardwise.cluster import Cluster
 from shardwise.costs.block import BlockCosts, BlockTimes, Message, host_seconds
+from shardwise.costs.coded_state import coding_bytes, resting
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.narrow import coding_bytes, resting
 from shardwise.costs.offload import Offloaded, crossing_seconds, offloaded, told, update_bytes
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.costs.block import BlockCosts
-from shardwise.costs.host import HOST_BASIS
+from shardwise.costs.host_seconds import HOST_BASIS
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.rings import RINGS
@@ -15,6 +15,7 @@ from shardwise.costs.software import Software
 from shardwise.costs.wire import RankGroup
 from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.host_room import decoder_room
 from shardwise.simulator.parts import (
     GAPS,
     LayerTimes,
@@ -31,7 +32,6 @@ from shardwise.simulator.parts import (
     sent_beside,
     sharing,
 )
-from shardwise.simulator.room import decoder_room
 from shardwise.simulator.stages import pipelined
 
 PLAYED = 4  # micro-batches of a ZeRO step that are played; more repeat the last

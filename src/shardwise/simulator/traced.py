@@ -12,10 +12,10 @@ from functools import lru_cache
 
 from shardwise.cluster import Cluster
 from shardwise.costs.block import EAGER, host_seconds
+from shardwise.costs.coded_state import coding_bytes, resting
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.narrow import coding_bytes, resting
 from shardwise.costs.offload import (
     Moves,
     Offloaded,

@@ -31,7 +31,7 @@ from shardwise.tiers.narrow import CODECS, HALVES, Draw
 from shardwise.tiers.places import DeviceMemory, HostMemory, Place
 from shardwise.tiers.resting import Resting
 from shardwise.tiers.shards import ShardFile
-from shardwise.tiers.stepping import StateTiers, kept_for, only
+from shardwise.tiers.state_tiers import StateTiers, kept_for, only
 from shardwise.tiers.stores import ExtentFile, HostCopies, Nowhere, Store
 from shardwise.tiers.subgroups import Subgroup, Unit
 

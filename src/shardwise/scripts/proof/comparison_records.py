@@ -9,7 +9,7 @@ import torch
 
 from shardwise.proof.compare_records import compare
 from shardwise.proof.eps import of_rounding
-from shardwise.proof.narrow import MOST_BAR, set_noise_apart
+from shardwise.proof.float32_proof import MOST_BAR, set_noise_apart
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Deviation, Record, Tensors
 from shardwise.proof.settings import LEAST_EPS

@@ -25,7 +25,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.progress import Say, silent
 from shardwise.proof.compare_records import compare
-from shardwise.proof.narrow import LEAST_BAR, bar_of
+from shardwise.proof.float32_proof import LEAST_BAR, bar_of
 from shardwise.proof.outcome import FLOAT64_BARS, KINDS, Parity
 from shardwise.proof.record import Record
 from shardwise.proof.rounding import NUDGES, Noise, add_noise, errors_of, explain_by_rounding

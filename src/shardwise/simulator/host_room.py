@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.cluster import Cluster
+from shardwise.costs.coded_state import resting
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import stage_parameters
-from shardwise.costs.narrow import resting
 from shardwise.costs.offload import lying
 from shardwise.costs.room import Room, of_host
 from shardwise.costs.software import STATES, States

@@ -1,7 +1,7 @@
 """What a layer of experts moves and starts beside its products: copies of rows, casts, biases, routing.
 
 Source of all of them: Megatron-Core 0.15, transformer/moe (token_dispatcher, router, experts) and
-fusions/fused_bias_geglu. What is sent is in costs/block, how long the host takes in costs/host.
+fusions/fused_bias_geglu. What is sent is in costs/block, how long the host takes in costs/host_seconds.
 """
 
 from __future__ import annotations
