@@ -72,6 +72,12 @@ def test_what_is_sent_narrow_under_a_wide_plan_is_told(pool: RankPool) -> None:
     assert any(sentence.startswith(told) for sentence in parity.differences), parity.text()
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_messages_of_a_body_under_autocast_are_as_narrow_as_in_one_process(plan: str, pool: RankPool) -> None:
+    parity = verify("module_tasks:autocast", plan, steps=1, pool=pool, timeout_s=100)
+    assert parity.parity, parity.text()
+
+
 def test_a_task_that_one_process_cannot_run_in_a_precision_is_told(pool: RankPool) -> None:
     parity = verify("unusual_tasks:glow", "dp_replicate=2,precision=bf16", steps=1, pool=pool, timeout_s=100)
     assert parity.parity and any("dtypes are not proven: one process fails in bf16" in note for note in parity.notes)

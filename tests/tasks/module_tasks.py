@@ -856,3 +856,21 @@ class Joined(nn.Module):
 
 def joined() -> Task:
     return tasks.mlp().with_(model=Joined)
+
+
+class Autocast(nn.Module):
+    """A body that computes in 16 bits whatever the precision, between layers that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, OUT)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            inside = self.body(self.stem(x).tanh())
+        return self.out(inside.to(x.dtype))
+
+
+def autocast() -> Task:
+    return task(Autocast)

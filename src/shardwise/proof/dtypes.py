@@ -7,7 +7,8 @@
     what the model is given                                 what it is in one process
     what a module returns, its buffers                      no narrower than in one process
     control rows; statistics of batch norms                 64 bits; 32 bits or more
-    anything else on the wire                               the compute dtype, or a wider one
+    anything else on the wire                               the compute dtype, one that a module returns in one
+                                                            process, or a wider one
 
 A sum in 16 bits, or a result that is cast to them, looks like rounding: no bar on values tells it from what the plan
 asks for. `SAYS` is written here, beside the table of layout/precisions, so that a wrong row there shows.
@@ -147,8 +148,9 @@ def of_states(optimizer: torch.optim.Optimizer) -> Named:
 def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
     """Returns a sentence for each kind of thing that has another dtype than the plan, or one process, gives it."""
     compute, master, summed = (named(torch.empty(0, dtype=dtype)) for dtype in said(plan))
+    inside = set().union(*single.returned.values())  # narrower ones too, where the model computes under autocast
     told = [
-        _unlike(f"{op} of {tag}", dtypes, _allowed(tag, op, compute, master, summed))
+        _unlike(f"{op} of {tag}", dtypes, _allowed(tag, op, compute, master, summed, inside))
         for (tag, op), dtypes in ranks.carried.items()
     ]
     told += [_first("the buffer of gradients", ranks.buffers, summed), _first("the master of", ranks.masters, master)]
@@ -160,14 +162,18 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
     for name in sorted(ranks.held.keys() & single.held.keys()):
         allowed = _or_wider(single.held[name]) or {"whole numbers"}
         told.append(_unlike(f"buffer '{name}'", ranks.held[name], allowed))
-    for path in sorted(ranks.returned.keys() & single.returned.keys()):
+    # the outermost module of a stage returns its messages, and what the loss reads stands above
+    for path in sorted((ranks.returned.keys() & single.returned.keys()) - ({""} if plan.pp > 1 else set())):
         told.append(_unlike(f"what '{path or 'the model'}' returns", ranks.returned[path],
                             _or_wider(single.returned[path])))  # fmt: skip
     return [sentence for sentence in told if sentence]
 
 
-def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set[str]) -> set[str]:
-    """Returns the dtypes that a collective may carry. `torch`: FSDP2's gathers and reductions."""
+def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set[str], inside: set[str]) -> set[str]:
+    """Returns the dtypes that a collective may carry. `torch`: FSDP2's gathers and reductions.
+
+    inside  of what modules return in one process
+    """
     if op in REDUCING and tag in ("gradients", "torch"):
         return summed
     if tag == "gradients":  # whole ones, which go to the rank that updates a tensor
@@ -179,7 +185,7 @@ def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set
     if tag == "control":  # rows of numbers, and whole tensors that are handed on as they are
         return {"float64"} if op in REDUCING else {"float64"} | master | compute
     wide = tag == "batch_norm" and all(getattr(torch, name).itemsize < 4 for name in compute)
-    return _or_wider({"float32"} if wide else compute)
+    return _or_wider({"float32"} if wide else compute | inside)
 
 
 def _or_wider(dtypes: set[str]) -> set[str]:
