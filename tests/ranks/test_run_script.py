@@ -81,7 +81,9 @@ def test_a_script_runs_on_local_ranks_that_its_environment_hides(folder):
 def test_lines_of_ranks_are_whole_in_a_pipe(tmp_path):
     script = tmp_path / "prints.py"
     script.write_text("import os\nfor number in range(300): print('x' * 99)\nprint('last'); os._exit(0)")
-    ran = subprocess.run([sys.executable, "-m", "shardwise", "run", script], stdout=subprocess.PIPE, timeout=120)
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # a print is two writes then
+    command = [sys.executable, "-m", "shardwise", "run", script]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, env=unbuffered)
     lines = ran.stdout.decode().splitlines()
     assert set(lines) == {"x" * 99, "last"} and "last" in lines
 

@@ -33,7 +33,7 @@ def run_script(path: str, arguments: Sequence[str], shown: bool, profiled: str |
     if profiled is not None:
         os.environ[PROFILE_STEPS] = profiled
     if isinstance(sys.stdout, io.TextIOWrapper):  # all ranks write to one pipe: each line whole, and at once
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
