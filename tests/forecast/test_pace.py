@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.costs.overhead import DRAWS
+from shardwise.device import CPU
 from shardwise.layout import Plan
 from shardwise.measure import overheads, pace
+from shardwise.measure.collective_times import collective_times
 from shardwise.measure.overheads import (
     AGREE,
     ALIKE,
@@ -159,6 +161,17 @@ def test_figures_are_measured_while_there_is_time():
     assert within(Budget(-1.0), figures, 2) == [0, 1] and told == [0.0, 0.0]
     assert 0 <= Budget(100.0).part(0.5).left_s() <= 50 and Budget(-5.0).part(0.5).seconds == 0
     assert ends_first([1, 2, 3, 4]) == [1, 4, 2, 3] and ends_first([1, 2]) == [1, 2] and ends_first([1]) == [1]
+    assert ends_first(range(9)) == [0, 8, 4, 2, 6, 1, 3, 5, 7]
+
+
+def _without_time() -> list[tuple[str, int, int, float]]:
+    return collective_times(CPU, 2, Pace(CPU, None), Budget(0.0))
+
+
+def test_collectives_between_the_ends_are_measured_without_time_left(pool) -> None:
+    rows = pool.run(_without_time, 2)[0]
+    sizes = {op: [size for kind, _, size, _ in rows if kind == op] for op in {row[0] for row in rows}}
+    assert len(sizes) == 4 and all(found == [2**10, 2**14, 2**18, 2**22, 2**26] for found in sizes.values())
 
 
 def test_a_quick_probe_takes_fewer_techniques():

@@ -20,6 +20,7 @@ from shardwise.planner.candidates import divisors
 BYTES = tuple(2**i for i in range(10, 27, 2))
 WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU
 OFTEN, SELDOM, LARGE = 64, 5, 2**20  # calls of a small one, and of those from so many bytes on
+LEAST = 5  # sizes, however slow a machine is
 BUDGET_S = 0.2  # for one of one size, where a machine is slow
 
 Message = tuple[str, int, int, float]
@@ -31,7 +32,8 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
     Of a "halo", an all-to-all between neighbours alone, the bytes are those that a rank between two others is sent.
 
     Groups of neighbours, of every size that divides the ranks, all of them at once as in a run. Of each the smallest
-    and the largest tensor, and others while there is time.
+    and the largest tensor and three between, since a message takes its wait and its bytes, which no line through the
+    ends of a logarithmic scale tells; others while there is time.
     """
     rows: list[Message] = []
     groups = divisors(ranks)[1:]
@@ -40,7 +42,7 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
         axis = Axis("probe", size, dist.get_rank(group), group, tuple(dist.get_process_group_ranks(group)))
         # between two ranks a halo is an all-to-all
         figures = [partial(of_size, pace, axis, count, halo=size > 2) for count in ends_first(BYTES)]
-        rows += sorted(chain(*within(budget.part(1 / (len(groups) - at), device), figures, 2, device)))
+        rows += sorted(chain(*within(budget.part(1 / (len(groups) - at), device), figures, LEAST, device)))
         for each in every:
             if dist.get_rank(each) >= 0:
                 dist.destroy_process_group(each)

@@ -63,8 +63,15 @@ def within(
 
 
 def ends_first(sizes: Sequence[int]) -> list[int]:
-    """Returns sizes in the order for a measurement that may be cut short: the ends, then what lies between."""
-    return [*sizes[:1], *sizes[:0:-1][:1], *sizes[1:-1]]
+    """Returns sizes as a measurement takes them that may be cut short: the ends, then the middles of what is left."""
+    last = len(sizes) - 1
+    places, gaps = [0, *([last] if last else [])], [(0, last)]
+    for low, high in gaps:
+        if high - low > 1:
+            middle = (low + high) // 2
+            places.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return [sizes[place] for place in places]
 
 
 @dataclass(frozen=True)
