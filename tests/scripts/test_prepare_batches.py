@@ -438,6 +438,16 @@ def replayed(plan: str | None, order: str) -> Found:
     return losses, weights_of(model)
 
 
+def kept(plan: str | None) -> Found:
+    """Two passes over a list of the loader's batches, behind an iterator that is never begun."""
+    prepared, model, optimizer, loader = begin(plan, noisy(), batches(11, 4, shuffle=True))
+    never_begun, held, losses = iter(loader), list(loader), []
+    for x, y in held * 2:
+        losses.append(stepped(prepared, optimizer, mse(model, x + 0.1 * torch.randn_like(x), y)))
+    assert next(never_begun, None) is not None
+    return losses, weights_of(model)
+
+
 class Graph(nn.Module):
     """One whole graph: no dim counts samples that could be dealt."""
 
@@ -492,7 +502,7 @@ EQUAL: list[tuple] = [
     (another_loader, "dp_shard=2,zero=2", True), (another_loader, "dp_shard=2,zero=3", True),
     (permuted, "dp_shard=2,zero=3", "sample"), (graph, "dp_shard=2,zero=1", "model"),
     (replayed, "dp_replicate=2", "after"), (replayed, "dp_shard=2,zero=3", "before"),
-    (replayed, "dp_replicate=2", "zipped"),
+    (replayed, "dp_replicate=2", "zipped"), (kept, "dp_replicate=2"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (ahead, "dp_shard=2,zero=3", "cycled", "like"),

@@ -117,6 +117,7 @@ class PartLoader:
 
     def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
         most = total = 0
+        self._told.begin_epoch()
         try:
             for batch, dealt, checksum in self._read(self._batches(began, batches)):
                 self.part = dealt.part
@@ -292,6 +293,9 @@ class Events:
     def before_epoch(self) -> None:
         """The script asks for an iterator: what the loader draws now is alike on every rank."""
         self.pauses()
+
+    def begin_epoch(self) -> None:
+        """The script asks for an epoch's first batch."""
 
     def goes_beside(self) -> bool:
         """Whether each sample is to be held once where there are enough: scripts count held-out ones by len(batch)."""

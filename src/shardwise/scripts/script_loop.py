@@ -134,8 +134,11 @@ class Loop(Heard, Events):
             self._ahead.clear()
         if not self._open_epochs:  # within another loader's loop its batch may be at hand, and is trained on later
             self._over, self._handed = False, []
-        self._open_epochs += 1
         self._comes_to("input")
+
+    def begin_epoch(self) -> None:
+        """Count an epoch whose first batch is asked for: an iterator that is never begun has no end either."""
+        self._open_epochs += 1
 
     def begin_unfed(self) -> None:
         """Begin without a loader: what the script makes its batches of is drawn alike on every rank. Collective."""
