@@ -364,3 +364,14 @@ def weakly(method: Callable[..., Any], index: int) -> Callable[[torch.Tensor], N
             called(index, param)
 
     return hook
+
+
+def lay_empty(module: nn.Module, home: Callable[[torch.Tensor], torch.device]) -> None:
+    """Give each parameter and buffer memory at its `home`, without values; a buffer of several modules stays one."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+
+    def empty(old: torch.Tensor) -> torch.Tensor:
+        new = torch.empty_like(old, device=home(old))
+        return new if isinstance(old, nn.Parameter) else made.setdefault(old, new)
+
+    module._apply(empty)

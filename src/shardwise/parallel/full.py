@@ -44,6 +44,7 @@ from shardwise.parallel.fsdp import (
     can_cut,
     copy_ahead,
     know_detach,
+    lay_empty,
     lay_shards,
     outlive,
     partial_reductions,
@@ -172,14 +173,8 @@ class FullShard:
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
         """Give the shards memory, without values yet. Returns (name, shard) of each parameter that is held here."""
-        made: dict[torch.Tensor, torch.Tensor] = {}  # a buffer that several modules hold stays one
-
-        def empty(old: torch.Tensor) -> torch.Tensor:
-            new = torch.empty_like(old, device=self.home(old, device))
-            return new if isinstance(old, nn.Parameter) else made.setdefault(old, new)
-
         with without(self.module, self._absent), converting():
-            self.module._apply(empty)
+            lay_empty(self.module, partial(self.home, device=device))
             self._lay_elsewhere()
             return list(self.module.named_parameters())
 
