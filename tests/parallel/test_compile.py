@@ -16,10 +16,12 @@ from compiled_runs import Curve, Programs, curve
 from domain_tasks import gated_stack
 from module_tasks import WIDTH, task, vectors
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch._subclasses import FakeTensorMode
 
 from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis, receive, send
+from shardwise.engine.recipe import _compiled
 from shardwise.mesh import build_mesh
 from shardwise.models import tasks
 from shardwise.models.decoder import Decoder
@@ -263,3 +265,12 @@ def test_positions_that_are_uneven_on_some_rank_run_as_they_are_on_all(pool: Ran
     """Eleven over cp are six and five, which sp deals evenly and unevenly: no rank may run a program alone."""
     for counts, _ in both(sequence_tasks.decoder, "cp=2,tp=2,sp=true", "aot_eager", pool):
         assert set(counts) == {0}
+
+
+def test_no_block_is_compiled_with_reductions_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes such kernels for GPUs alone, and they leave gradients unwritten (pytorch/pytorch#193061)."""
+    options: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **settings: options.append(settings["options"]) or forward)
+    _compiled(nn.Linear(2, 2).forward)
+    assert options == [{"triton.mix_order_reduction": False}]
+    assert options[0].keys() <= inductor.get_config_copy().keys()

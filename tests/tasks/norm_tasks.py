@@ -83,3 +83,43 @@ def normed() -> Task:
         loss=lambda out, b: ((out - b["y"]).square().sum(), len(b["y"])),
         optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
     )  # fmt: skip
+
+
+class Gated(nn.Module):
+    """A linear layer and a norm, each added behind the same gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        x = x + gate * self.out(x)
+        return x + gate * nn.functional.layer_norm(x, (16,))
+
+
+class GatedPatches(nn.Module):
+    """Gated blocks of patches, whose channels lie outermost in memory, as a convolution leaves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(2, 16, 2, 2)
+        self.gate = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, image: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        x, gate = self.patch(image).flatten(2).transpose(1, 2), self.gate(given)[:, None]
+        for block in self.blocks:
+            x = block(x, gate)
+        return x.mean(1)
+
+
+def gated_patches() -> Task:
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        draws = torch.Generator().manual_seed(step)
+        shapes = {"image": (6, 2, 8, 8), "given": (6, 4), "y": (6, 16)}
+        return {name: torch.randn(shape, generator=draws) for name, shape in shapes.items()}
+
+    def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return (output - batch["y"]).square().mean(1).sum(), len(output)
+
+    return Task(model=GatedPatches, batch=batch, loss=loss, inputs=lambda batch: ((batch["image"], batch["given"]), {}))

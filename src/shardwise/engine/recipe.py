@@ -44,7 +44,7 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
-from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
+from shardwise.parallel.tensor import OPTIONS, TensorParallel, compile_block, install, why_eager
 from shardwise.part.crossing import Along
 from shardwise.part.pairs import hold_pairs, pairs_in
 from shardwise.part.parameters import read_past, refuse_past, see_parts
@@ -331,7 +331,7 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     The compiler would skip it there (a look at a few samples), and then for good.
     """
-    compiled = torch.compile(forward)
+    compiled = torch.compile(forward, options=OPTIONS)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return (forward if _get_current_dispatch_mode_stack() else compiled)(*args, **kwargs)

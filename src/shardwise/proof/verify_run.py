@@ -244,9 +244,9 @@ def _run(job: Job, on_ranks: OnRanks) -> RunRecord:
 
 
 def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None:
-    """Returns the proof in the plan's own precision, None where that is float64."""
+    """Returns the proof in the plan's own precision, None where that is float64 and no block is compiled."""
     plan = job.effective.plan
-    if plan.precision == "fp64":
+    if plan.precision == "fp64" and not plan.compile:
         return None
     samples = job.batch_samples if job.build_task().batch is None else 0  # a task's own batches have their own size
     own = Settings(

@@ -1,11 +1,12 @@
 """Tensor parallelism: derived cuts, shares of weights, parts of activations."""
 
-from shardwise.parallel.tensor.compiled import compile_block, why_eager
+from shardwise.parallel.tensor.compiled import OPTIONS, compile_block, why_eager
 from shardwise.parallel.tensor.cut_weights import TensorParallel, install
 from shardwise.parallel.tensor.derive import Derived, WeightCut
 from shardwise.parallel.tensor.trial import Followed, TrialModule, find_cuts
 
 __all__ = [
+    "OPTIONS",
     "Derived",
     "Followed",
     "TensorParallel",

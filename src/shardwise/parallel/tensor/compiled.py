@@ -43,6 +43,9 @@ from shardwise.part import forget
 from shardwise.part.plain_shares import APART, PartLayout, keeping, unwrapped, wrapped
 
 MOST = 16  # programs of one block; further shapes run as they are
+# torch 2.10 to 2.13: kernels that reduce rows and columns at once leave slices of gradients unwritten on a GPU, without
+# a word, where norms take scale and shift from one tensor, as in a DiT (pytorch/pytorch#193061)
+OPTIONS = {"triton.mix_order_reduction": False}
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -184,7 +187,7 @@ class _Compiled:
             return values if any(isinstance(t, FunctionalTensor) for t in tensors) else _shapes_of(values)
 
         program = _Program(trace)
-        program.run = torch.compile(_own_code(program), fullgraph=True, dynamic=False)
+        program.run = torch.compile(_own_code(program), fullgraph=True, dynamic=False, options=OPTIONS)
         return program
 
     def _check_structure(self) -> None:
