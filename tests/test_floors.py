@@ -298,3 +298,14 @@ def test_public_names_are_few_and_exist() -> None:
     assert all(getattr(shardwise, name) is not None for name in shardwise.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = shardwise.trian
+
+
+def test_files_that_a_first_line_names_exist() -> None:
+    files = {f"/{path.relative_to(SOURCE).with_suffix('')}": path for path in SOURCE.rglob("*.py")}
+    places = tuple({*files, *(str(Path(name).parent) for name in files)})
+    gone = []
+    for name, path in files.items():
+        first = (ast.get_docstring(tree_of(path)) or "").partition("\n")[0]
+        named = re.findall(r"(?<![\w`./])(?!docs/)[a-z_]+(?:/[a-z_]+)+(?![\w/])", first)
+        gone += [(name, told) for told in named if not any(place.endswith(f"/{told}") for place in places)]
+    assert not gone

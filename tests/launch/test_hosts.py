@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from two_hosts import Host, clean, finished
+from two_hosts import Host, NoHosts, clean, finished, linked
 
 from shardwise.cli.main import call
 from shardwise.launch.lines import start_line
@@ -192,3 +192,38 @@ def test_hosts_with_other_code_and_another_folder_are_named(hosts: list[Host], t
     assert "the code of own.py" in (first := said()) and hosts[1].name in first, first
     (folders[1] / "own.py").write_text(OWN.format(word=0))
     assert f"{hosts[1].name} has another" in (second := said()), second
+
+
+OPEN = "40000-40063"  # the ports between hosts that their firewalls let through, beside that of host 0
+FIREWALL = """
+table inet narrow {
+  chain input {
+    type filter hook input priority 0; policy drop;
+    iif lo accept
+    ct state established,related accept
+    tcp dport { 29500, PORTS } accept
+  }
+}
+"""
+
+
+@pytest.mark.long
+def test_hosts_join_through_a_firewall_that_lets_their_own_ports_through(plain: str, tmp_path: Path) -> None:
+    try:
+        with linked(network="10.79.0.{}/24") as two:
+            for host in two:
+                narrowed = f"net.ipv4.ip_local_port_range={OPEN.replace('-', ' ')}"
+                rules = FIREWALL.replace("PORTS", OPEN)
+                for command, given in ((["sysctl", "-qw", narrowed], ""), (["nft", "-f", "-"], rules)):
+                    ran = subprocess.run(host.words(*command), input=given, capture_output=True, text=True, timeout=30)
+                    if ran.returncode:
+                        pytest.skip(f"{command[0]} does not work in a namespace here: {ran.stderr.strip()}")
+            line = start_line(TRAIN.format(out="there"), Plan.parse(PLAN), per_node=1)
+            ran = finished([
+                host.start(["bash", "-c", line], tmp_path, NODE_RANK=str(number), FIRST_HOST=two[0].address)
+                for number, host in enumerate(two)
+            ])  # fmt: skip
+    except NoHosts as why:
+        pytest.skip(str(why))
+    assert [code for code, _ in ran] == [0, 0], ran
+    assert weights(tmp_path / "there") == plain

@@ -27,7 +27,7 @@ class TreeSum:
         self.parts: dict[Run, torch.Tensor] = {}
 
     def add(self, low: int, high: int, value: torch.Tensor) -> None:
-        """Add the sum over [low, high), which may be written to from here on."""
+        """Add the sum over pieces `low` to `high` - 1, which may be written to from here on."""
         self.parts[low, high] = value
         neighbour = sibling(low, high, self.count)
         while neighbour is not None and neighbour[0] in self.parts:

@@ -165,7 +165,10 @@ class BlendOrder(Order):
         return own.indices(low, int(numbers.max()) + 1)[numbers - low]
 
     def state(self, position: int) -> dict[str, Any]:
-        """Returns the state to continue from `position`, with these weights or with others."""
+        """Returns the state that `continued` goes on from at `position`, with these weights or with others.
+
+        `weights`, `drawn`, `positions` by source; `origin`: the position at which these weights began.
+        """
         drawn = dict(zip(self.names, self.drawn or (0,) * len(self.names), strict=True))
         own = {"weights": dict(zip(self.names, self.weights, strict=True)), "drawn": drawn, "origin": self.origin}
         return own | {"positions": self.positions(position)}

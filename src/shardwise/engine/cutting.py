@@ -150,7 +150,7 @@ def _traced(
 def _fullest(flows: Iterable[Iterator[Flow]]) -> tuple[Flow, Flow]:
     """Returns one forward for each of two numbers of samples, with all the calls that chance leaves some out of.
 
-    flows  for each number of samples, forwards that are followed as they are asked for
+    flows  for each number of samples, forwards; each is run when it is asked for, so none that is not needed
 
     Where no two have all the calls, it returns the first ones, whose calls differ.
     """
@@ -159,6 +159,7 @@ def _fullest(flows: Iterable[Iterator[Flow]]) -> tuple[Flow, Flow]:
     fullest = next((flow for flow in tries if all(_among(tried.order, flow.order) for tried in tries)), None)
     if fullest is not None:  # else no flow has all calls: two layers of which either one runs, never both
         second = [*others]
+        # of the other number too: what one number of samples leaves out by chance must not be what decides by samples
         other = next((tried for tried in second if tried.order == fullest.order), None)
         if other is not None and all(_among(tried.order, fullest.order) for tried in second):
             always = set(fullest.order).intersection(*(tried.order for tried in (*tries, *second)))

@@ -353,7 +353,7 @@ def _rehearse(
         noted.past |= stage.past
         return error, met.numbers([axis.name for axis in positions.axes])
     except RefusedPlan as refused:
-        return refused, (0,) * (2 * len(positions.axes))
+        return refused, (0,) * (2 * len(positions.axes))  # as long as `met.numbers`: two for each axis
     finally:
         derived.ledger = ledger
 

@@ -35,7 +35,7 @@ def move_activations(
     placed = placements(plan.offload, "activations")
     if not placed:
         return None
-    if any(placement.tier == "host" for placement in placed) and not places.gains(mesh.device):
+    if any(placement.tier == "host" for placement in placed) and not places.has_own_memory(mesh.device):
         raise RefusedPlan(f"offload={plan.offload}: {places.IN_MEMORY.format('activations')}")
     called = {id(block): block for block in map(module.get_submodule, blocks.paths)}
     moved = Activations(module, spread([*called.values()], [(_store(p, mesh), p.fraction) for p in placed]))

@@ -54,7 +54,7 @@ def lie_on_host(plan: Plan, device: torch.device) -> bool:
     """Whether shards lie in the host's memory, as the plan says; `RefusedPlan` where that is the device's own."""
     if not weights_on_host(plan.offload):
         return False
-    if not places.gains(device):
+    if not places.has_own_memory(device):
         raise RefusedPlan(f"offload={plan.offload}: {places.IN_MEMORY.format('parameters')}")
     return True
 

@@ -1,4 +1,4 @@
-"""`LaunchEngine`: how one engine takes a job; `ENGINES` by name. A new engine: a module with `ENGINE`, and a row here.
+"""`LaunchEngine`: how one engine takes a job; `ENGINES` by name. A new one: a module, a row here, cli/launch (`--on`).
 
 render   {file name: text} of a job, without the engine
 client   the command that submits a rendered file, and how
@@ -18,7 +18,7 @@ from pathlib import Path
 from shardwise.errors import InputError, RunError, did_you_mean
 from shardwise.launch.launch_job import SECRET, LaunchJob
 
-MODULES = {"slurm": "slurm", "pbs": "pbs", "ray": "ray", "k8s": "kubernetes", "sky": "sky", "torchrun": "torchrun",
+ENGINES = {"slurm": "slurm", "pbs": "pbs", "ray": "ray", "k8s": "kubernetes", "sky": "sky", "torchrun": "torchrun",
            "hosts": "hosts"}  # fmt: skip
 SHORTEST = 6  # characters of a secret's value that is looked for in what is written
 SUBMIT_S = 600.0
@@ -54,9 +54,9 @@ _OPTION = {"minutes": "--time", "queue": "--partition", "hosts": "--host"}
 
 def engine(name: str) -> LaunchEngine:
     """Returns the engine of this name; `InputError` with the nearest for another."""
-    if name not in MODULES:
-        raise InputError(f"--on {name!r} is not one of {', '.join(MODULES)}{did_you_mean(name, MODULES)}")
-    made: LaunchEngine = importlib.import_module(f"shardwise.launch.{MODULES[name]}").ENGINE
+    if name not in ENGINES:
+        raise InputError(f"--on {name!r} is not one of {', '.join(ENGINES)}{did_you_mean(name, ENGINES)}")
+    made: LaunchEngine = importlib.import_module(f"shardwise.launch.{ENGINES[name]}").ENGINE
     return made
 
 
@@ -64,7 +64,7 @@ def files_of(chosen: LaunchEngine, job: LaunchJob) -> dict[str, str]:
     """Returns the job's files by name; `InputError` for what the engine cannot take, or a secret in a text."""
     for field in OPTIONAL:
         if getattr(job, field) and field not in chosen.takes:
-            takers = ", ".join(name for name in MODULES if field in engine(name).takes)
+            takers = ", ".join(name for name in ENGINES if field in engine(name).takes)
             raise InputError(f"{option(field)} is not for {chosen.name}: it is for {takers}")
     for field, remedy in chosen.needs:
         if not getattr(job, field):

@@ -74,6 +74,8 @@ def measure_rank(
 ) -> dict[str, Any]:
     """Returns peak of live bytes and compute seconds of one rank of a plan that this version can run.
 
+    Keys: rank, peak_live and rest_live (bytes), seconds (of the fastest step), threads, and those of `Engine.memory`.
+
     `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run, `InputError` for a rank
     outside it.
     """

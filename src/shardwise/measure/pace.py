@@ -105,7 +105,10 @@ class Beat:
     us: list[float] = field(default_factory=list)
 
     def before(self, step: int) -> None:
-        """Measures the pace before a step, where it is time to; nothing on a device with a constant pace."""
+        """Measures the pace before a step, where it is time to: into `at` the step, into `us` microseconds.
+
+        Nothing on a device with a constant pace.
+        """
         if step % self.every == 0:
             self._look(step)
 

@@ -1,4 +1,4 @@
-"""Operations that read all positions of a sequence at once (CTC, packing, recurrence): done whole on every rank.
+"""Operations on cut positions without a rule, and CTC, packing, recurrence: done whole, on every rank.
 
     ctc_loss               (T, B, C) gathered, the loss of each sequence on every rank; backward gathers again, and each
                            rank keeps its positions of the gradient

@@ -45,7 +45,7 @@ class Merged:
 
 
 def base(entry: int | Merged) -> int:
-    """Returns the parameter's dim along which an entry may be cut."""
+    """Returns the parameter's dim along which an entry may be cut; of several merged dims their outermost."""
     return entry.dim if isinstance(entry, Merged) else entry
 
 

@@ -291,7 +291,7 @@ def _reader(leaf: str):
     return read
 
 
-NAMES = frozenset(("grad", "backward", "register_hook", "data_ptr"))  # who take a tensor for what it is
+TAKE_TENSOR_ITSELF = frozenset(("grad", "backward", "register_hook", "data_ptr"))
 _PLAIN = frozenset(("__get__", "__set__", "requires_grad_", "size", "numel", "dim", "stride", "is_floating_point"))
 
 
@@ -313,7 +313,7 @@ class PastAttributes(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in NAMES or name in _PLAIN or not torch.is_grad_enabled():
+        if name in TAKE_TENSOR_ITSELF or name in _PLAIN or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         found = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.places]
         if not found or not by_a_module(sys._getframe(1)):

@@ -57,7 +57,10 @@ class _Whole(threading.local):
 
     @contextmanager
     def of(self, part: Part, shape: tuple[int, ...]) -> Iterator[WholeView]:
-        """Returns the whole shapes, before and after, of a view of this part."""
+        """Context: yields the whole shapes, before and after, of a view of this part to `shape`.
+
+        An axis further in keeps the view of the one around it, where that view is of these very shapes.
+        """
         before = self.view
         if before is None or not before.seen_as(tuple(part.shape), shape):
             self.view = WholeView(tuple(part.shape), shape)

@@ -1,4 +1,4 @@
-"""`search` for the fastest plan that fits; its order (`_sorted`). Limits a user gives: `Constraints` of candidates.
+"""`search` for the fastest plan that fits; how results are ordered. Order of trials, a user's limits: candidates.
 
     every layout ── memory ──> those that fit ── estimate ──> the best few of each family ── simulate ──> ranked
 

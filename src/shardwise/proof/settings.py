@@ -1,4 +1,4 @@
-"""Settings of both sides of a proof. A new one: parity, oracle, own_precision, cli/main; a run's: verify_run."""
+"""Settings of both sides of a proof. A new one: parity, oracle, own_precision, cli/prove; a run's: verify_run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DRAWS`: random ops as functions of key and index (distributions: variates); what rooms know: trace/elementwise.
+"""`DRAWS`: random ops by key and index. A new one: a row here; a distribution: variates; what draws: trace/elementwise.
 
 `DRAWS` has, for each random op of ATen that can be answered so, a function of (source, args, kwargs).
 """

@@ -1,4 +1,4 @@
-"""`prepare(model, optimizer, loader, plan=...)` and `Prepared`, made of stepping, held, over_ranks; the loop: calls.
+"""`prepare(model, optimizer, loader, plan=...)` and `Prepared`: stepping, weight_access, over_ranks; loop: calls.
 
     batch of the script, cut        forward, loss: the script's own         prepared.backward(loss, weight)
     rank 0   samples 0..3  ------>  S_0, w_0  --------------------->  sum over ranks of dS_r, divided once by

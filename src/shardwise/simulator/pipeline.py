@@ -46,7 +46,8 @@ def play_all(
     """Plays a schedule by name, at a cost that does not grow with very many micro-batches.
 
     Those are played for a few, for as many more as there are ranks, and once more: where that adds as much both times,
-    the rest does too; else more are played first. `ops` are those of the few.
+    the rest does too; else more are played first. What does not settle then either grows by the last difference, and is
+    no shorter than the busiest rank's own work. `ops` are those of the few.
     """
 
     def of(count: int) -> Played:

@@ -119,7 +119,7 @@ class PendingRow:
     def answer(self, square_norm: torch.Tensor | None = None) -> Agreement:
         """Returns the `Agreement` of all ranks' rows, which is the one thing that the host reads in a step.
 
-        square_norm   that of every rank, where it was not known when the rows went off
+        square_norm   () float64, the same on all data ranks, where it was not known when the rows went off
         """
         self._pending.wait()
         if square_norm is not None:

@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors (LAMB, Muon; found by engine/optimizer): owners. Bytes: simulator/held.
+"""Updates of optimizers that need whole tensors (LAMB, Muon), by owners. Any is found by a trial: engine/optimizer.
 
     pieces of g_i on every rank --all-to-all--> whole g_i on its owner
     owner: optimizer state and master of its parameters alone, about 1/N of them all

@@ -15,7 +15,7 @@ IN_MEMORY = (
 )
 
 
-def gains(device: torch.device) -> bool:
+def has_own_memory(device: torch.device) -> bool:
     """Whether the host's memory is another than the device's."""
     return not on_host(device)
 

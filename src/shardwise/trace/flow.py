@@ -80,7 +80,13 @@ class FlowOp:
 
 @dataclass(frozen=True)
 class OwnCall:
-    """Where a forward's own code made a tensor: which of its calls of a function of torch, and a leaf of the result."""
+    """Where a forward's own code made a tensor: which of its calls of a function of torch, and a leaf of the result.
+
+    whose   the call of the module whose forward it is
+    place   of the call among that forward's own ones
+    leaf    number of the tensor in what the function returned
+    name    of the function, for messages
+    """
 
     whose: ModuleCall
     place: Spot

@@ -369,6 +369,7 @@ class _Rank:
 
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
         plan = self.job.effective.plan
+        # nothing is timed in a run of one step: its batch, and all that it took
         samples, timed = self.timed if self.timed[0] else (self.job.batch_samples, seconds)
         summary = {
             "folder": str(self.job.folder),

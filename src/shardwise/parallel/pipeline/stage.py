@@ -393,9 +393,9 @@ class StagedModule:
         if self._entered:  # at one of the calls before, which chance leaves out of other forwards
             return
         self._entered = True  # what follows is no longer answered by shape
-        if self._shared is None:
+        if self._shared is None:  # else gradients are on from the start, and the forward turns them off itself
             torch.set_grad_enabled(self._grad)
-        read_ahead(False)
+        read_ahead(False)  # which gave gradients to weights that are read before the stage and used in it
         if self.on_enter is not None:
             self.on_enter()
         on, leaves = torch.is_grad_enabled(), list[torch.Tensor | None]()

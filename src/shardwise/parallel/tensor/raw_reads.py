@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.tensor.derive import WeightCut
 from shardwise.part import Uncut
-from shardwise.part.parameters import NAMES
+from shardwise.part.parameters import TAKE_TENSOR_ITSELF
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
 
@@ -77,7 +77,7 @@ class RawReads(TorchFunctionMode):
     def _met(self, func: Any, tensors: list[torch.Tensor], met: list[_How], output: Any) -> None:
         """Notes that results of `func` are shares, as its arguments are. Raises `Uncut` where that would be wrong."""
         name, made = getattr(func, "__name__", str(func)), tensors_in(output)
-        if name in NAMES or (not made and func not in _SIZES):
+        if name in TAKE_TENSOR_ITSELF or (not made and func not in _SIZES):
             return
         # element by element on shares that are all cut alike, beside numbers at most: right on each rank's elements
         alike = len({how[1:] for how in met}) == 1 and len(met) == sum(tensor.dim() > 0 for tensor in tensors)

@@ -210,7 +210,10 @@ def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
     "_conj", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
 )  # fmt: skip
 def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels an elementwise operation: labels that meet in one element lie together; the result has them."""
+    """Labels an elementwise operation: labels that meet in one element lie together; the result has them.
+
+    Returns whether it did; else what it reads is kept whole (`label`).
+    """
     tensors = tensors_in((args, kwargs))
     if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
         for result in tensors_in(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype

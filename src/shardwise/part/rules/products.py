@@ -215,7 +215,7 @@ def mm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> 
 
 @label("addmm", "baddbmm")
 def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a product with a bias: the bias's labels lie with those of the product's last dim."""
+    """Labels a product with a bias: the bias's labels lie with those of the product's last dim. Returns whether so."""
     done = _product_labels(axes, args[1], args[2], output)
     bias, product = axes.labels(args[0]), getattr(output, "_axis_labels", None)
     if bias is not None and product is not None:

@@ -1,4 +1,4 @@
-"""Operations on tiles done whole: every rank gathers what they read and computes all of it; noted.
+"""Wraps an operation so that what it reads of tiles is gathered and it is done whole; which ones are: rules/rare.
 
 Received by a rank: (p-1)/p of the field over every axis that cuts it, and in backward as much again of the gradient.
 A result with as many dims as the field is cut again.

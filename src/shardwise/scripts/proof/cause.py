@@ -242,7 +242,10 @@ def first_step(sides: Difference) -> int:
 
 
 def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None:
-    """The cause of gradients, or losses, that differ in a step."""
+    """Returns the cause of gradients, or losses, that differ in a step; None where no known one does.
+
+    kinds   of what exceeds its bar in it: "gradient", "loss", "norm", "parameter"
+    """
     single, many = sides.single.steps[step], sides.ranks[0].steps[step]
     found = sides.apart()
     ranks = [rank.steps[step] for rank in found or [] if step < len(rank.steps)]
