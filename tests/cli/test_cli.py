@@ -270,6 +270,14 @@ def test_versions_and_the_device_are_told(capfd):
     assert re.fullmatch(r"shardwise \S+\ntorch \S+, \d+ CPU cores, .+\n", capfd.readouterr().out)
 
 
+def test_two_ranks_of_the_doctor_say_over_what_they_talk(pool):
+    from shardwise.cli.doctor import talk
+
+    rows = pool.run(talk, 2)
+    assert [row["sum"] for row in rows] == [3.0, 3.0] and {row["backend"] for row in rows} == {"gloo"}
+    assert all(row["latency_s"] > 0 and row["bytes_per_s"] > 0 for row in rows)
+
+
 def test_doctor_looks_at_everything_and_keeps_secrets(monkeypatch, tmp_path):
     from shardwise.cli import doctor
 

@@ -244,35 +244,44 @@ def _talking(plan: str | None) -> Iterator[Check]:
 
 
 def _two_ranks() -> Iterator[Check]:
+    from shardwise.device import accelerator
     from shardwise.ranks import RankPool
 
     began = time.perf_counter()
-    with RankPool(quiet=True) as pool:
+    with RankPool(quiet=True, accelerators=accelerator() is not None) as pool:
         rows: list[Any] = pool.run(talk, 2, timeout_s=SMOKE_S)
     took = time.perf_counter() - began
     rate = min(row["bytes_per_s"] for row in rows)
     wrong = any(row["sum"] != 3.0 for row in rows)
     yield Check(
         "two ranks",
-        f"up and done in {took:.1f} s; all-reduce {1e6 * max(row['latency_s'] for row in rows):.0f} µs, "
-        f"{rate / 1e9:.2f} GB/s",
+        f"up and done in {took:.1f} s over {rows[0]['backend']}; all-reduce "
+        f"{1e6 * max(row['latency_s'] for row in rows):.0f} µs, {rate / 1e9:.2f} GB/s",
         "the sum over two ranks is wrong" if wrong else "",
     )
 
 
-def talk() -> dict[str, float]:
-    """Runs on a rank: returns a sum, the time of a small all-reduce, the rate of a large one."""
+def talk() -> dict[str, Any]:
+    """Runs on a rank, on a device of its own where there are two: returns sum, latency_s, bytes_per_s and backend.
+
+    `sum` is that of both ranks' numbers, `latency_s` of a small all-reduce, `bytes_per_s` of a large one.
+    """
     import torch
     import torch.distributed as dist
 
-    value = torch.tensor([float(dist.get_rank() + 1)])
+    from shardwise.device import backend_of, current_device, group_on_host, synchronize
+
+    device = torch.device("cpu") if group_on_host() else current_device()
+    value = torch.tensor([float(dist.get_rank() + 1)], device=device)
     dist.all_reduce(value)
-    small, large = torch.ones(1), torch.ones(2**20)
+    small, large = torch.ones(1, device=device), torch.ones(2**20, device=device)
     times = []
     for tensor, count in ((small, 50), (large, 5)):
         dist.barrier()
         began = time.perf_counter()
         for _ in range(count):
             dist.all_reduce(tensor)
+        synchronize(device)
         times.append((time.perf_counter() - began) / count)
-    return {"sum": float(value), "latency_s": times[0], "bytes_per_s": 4 * 2**20 / times[1]}
+    rate, backend = 4 * 2**20 / times[1], backend_of(dist.group.WORLD, device)
+    return {"sum": float(value), "latency_s": times[0], "bytes_per_s": rate, "backend": backend}
