@@ -1,0 +1,211 @@
+"""Tasks of the fourth set of held-out bugs: the features that some of them need."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import run_tasks
+import torch
+import torch.nn.functional as F
+from chat_tokenizer import STYLES, WORDS, styled
+from torch import Tensor, nn
+
+from mutations.held_out_second_tasks import Counted, Segments, segments
+from mutations.held_out_tasks import ONE_STEP, Biased, biased, of_tokens
+from mutations.held_out_third_tasks import OfBytes, _ids, _of_labels
+from shardwise import Task, rollout
+from shardwise.data import JsonlSource, TokenSource, tokenized
+from shardwise.data.chat import ChatTemplate
+from shardwise.models.tasks import decoder, mlp
+
+
+class Spread(Segments):
+    """A transposed convolution whose kernel has gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = nn.ConvTranspose2d(6, 6, 3, dilation=2, padding=2)
+
+
+class Levelled(Segments):
+    """The mean over channels is taken off in each cell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return x - x.mean(1, keepdim=True)
+
+
+def spread() -> Task:
+    return segments().with_(model=Spread)
+
+
+def levelled() -> Task:
+    return segments().with_(model=Levelled)
+
+
+class Scattered(Biased):
+    """The last position is replaced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.out(x)
+        return super().forward(h.select_scatter(torch.tanh(h[:, 0]), 1, -1))
+
+
+class Assigned(Biased):
+    """Three times what a tensor was given as its data is added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = torch.zeros(1, dtype=x.dtype, device=x.device)
+        plain.data = torch.tanh(x).detach()
+        return torch.add(super().forward(x), plain, alpha=3)
+
+
+def scattered() -> Task:
+    return biased().with_(model=Scattered, sequence={"x": 1})
+
+
+def assigned() -> Task:
+    return biased().with_(model=Assigned, sequence={"x": 1})
+
+
+class Marked(nn.Module):
+    """Layers of which one says at which rate it is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 7), nn.Linear(7, 5)
+        self.first.weight.times = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class ByMarks(torch.optim.Optimizer):
+    """Momentum at rates that parameters say."""
+
+    def __init__(self, params: list, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                    moment.mul_(0.9).add_(param.grad)
+                    param.add_(moment, alpha=-group["lr"] * getattr(param, "times", 1.0))
+
+
+def marked() -> Task:
+    return mlp().with_(model=Marked, optimizer=ByMarks)
+
+
+class Chosen(Counted):
+    """Keeps each feature with a chance of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(h * torch.bernoulli(0.2 + 0.3 * torch.sigmoid(h.detach())))
+
+
+class Leaky(Counted):
+    """Negative features get slopes that are drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.rrelu(self.first(x), 0.1, 0.6, training=self.training))
+
+
+class Shifted(Counted):
+    """Adds numbers about one half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(h + torch.normal(0.5, 0.3, h.shape, dtype=h.dtype, device=h.device))
+
+
+def chosen() -> Task:
+    return mlp().with_(model=Chosen)
+
+
+def leaky() -> Task:
+    return mlp().with_(model=Leaky)
+
+
+def shifted() -> Task:
+    return mlp().with_(model=Shifted)
+
+
+class Redrawn(Counted):
+    """Weights that a constructor draws and then halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.normal_(self.first.weight)
+        with torch.no_grad():
+            self.first.weight.mul_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def redrawn() -> Task:
+    return mlp().with_(model=Redrawn)
+
+
+class WideNorm(run_tasks.Net):
+    """A batch norm that stays float32 beside narrow weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.layers[1]
+        h = self.layers[0](x)
+        scale = torch.ones(8, dtype=torch.float32) * 1.001
+        h = F.batch_norm(h, None, None, scale, norm.bias.float() * 1.01, training=True)
+        return self.layers[2:](h.to(x.dtype))
+
+
+def wide_norm() -> Task:
+    return run_tasks.classified().with_(model=WideNorm)
+
+
+def weighted_curriculum() -> Task:
+    """The first steps have one step of a forecast, whose weight is the first of three."""
+    return rollout(ONE_STEP, forcings=["sun"], weights=[1.0, 0.5, 0.25], curriculum={0: 2, 1: 3})
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-held-out-"))
+    styled(folder, STYLES["chatml"])
+    return folder
+
+
+class OfMarks(OfBytes):
+    """Learns bytes and marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 16), nn.Linear(32, 300)
+
+
+def texts() -> Task:
+    """Windows of two texts that are written as tokens, one behind the other."""
+    home = _tokenizer()
+    for name in ("a", "b"):
+        (home / f"{name}.txt").write_text((name + " short text of it. ") * 9, encoding="utf-8")
+    path = tokenized([home / "a.txt", home / "b.txt"], home, cache_folder=tempfile.mkdtemp(dir=home))
+    return of_tokens().with_(model=OfMarks, data=TokenSource(path, 10), eval_data=None)
+
+
+def chats() -> Task:
+    """Conversations under a template, whose answers end with a mark and a line's end."""
+    home = _tokenizer()
+    path = home / "chats.jsonl"
+    turns = [[{"role": "user", "content": WORDS[n % 2]}, {"role": "assistant", "content": WORDS[1] * (1 + n % 3)}]
+             for n in range(60)]  # fmt: skip
+    path.write_text("".join(json.dumps({"messages": said}) + "\n" for said in turns), encoding="utf-8")
+    data = JsonlSource(path, 90, tokenizer=home, template=ChatTemplate(home), pack=False)
+    return decoder().with_(model=OfMarks, batch=None, data=data, loss=_of_labels, inputs=_ids)
+
