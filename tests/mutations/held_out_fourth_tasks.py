@@ -208,4 +208,3 @@ def chats() -> Task:
     path.write_text("".join(json.dumps({"messages": said}) + "\n" for said in turns), encoding="utf-8")
     data = JsonlSource(path, 90, tokenizer=home, template=ChatTemplate(home), pack=False)
     return decoder().with_(model=OfMarks, batch=None, data=data, loss=_of_labels, inputs=_ids)
-
