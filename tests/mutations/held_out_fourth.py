@@ -39,7 +39,7 @@ PART = [
     bug("a place from the end is counted from the beginning", "part.rules.slices:_slice_of",
         "index = start % x.shape[dim]", "index = start", T + "scattered", "cp=2"),
     bug("keywords beside assigned data are dropped", "part.assigned:Written.__torch_function__",
-        "(args, kwargs or {}))", "(args, {}))", T + "assigned", "cp=2"),
+        "(args, kwargs or {}))", "(args, {}))", T + "assigned", "domain=2"),
     bug("a sum that is waited for loses its bias", "part.sum_rules:_like", "first.origin, added, first.spread",
         "first.origin, None, first.spread", M + "gpt2", "tp=2"),
 ]  # fmt: skip
@@ -53,14 +53,14 @@ PARALLEL = [
     bug("buckets of zero=1 are emptied between micro-batches", "parallel.flat:Flat.__init__",
         "keep=not stage.gradients", "keep=False", M + "decoder", "dp_shard=2,zero=1,accumulate=3"),
     bug("a stage has what later forwards read inside others", "parallel.pipeline.cut_points:_add_used",
-        "and not op.inner", "and op.inner", "module_tasks:layer_drop_python", "pp=2", steps=6),
+        "and not op.inner", "and op.inner", T + "remembers", "pp=2", steps=4),
     bug("made-up gradients are taken for real ones", "parallel.pipeline.stage_gradients:SharedGradients._noted",
         "self.made_up[tensor] = True", "pass", "taken_tasks:residual", "pp=2"),
 ]  # fmt: skip
 
 STEP = [
     bug("a pipeline's masks begin with each rank's share", "step.pipelined:_Row._meet", "Samples(part.start, ",
-        "Samples(0, ", M + "decoder_dropout", "dp_replicate=2,pp=2,microbatches=2"),
+        "Samples(0, ", M + "decoder_dropout", "dp_replicate=2,pp=2,microbatches=2,remat=full"),
     bug("what is left of the runs is in no norm", "step.normalise:_norms_of_runs", "if whole < len(flat):",
         "if whole < len(flat) and not rows:", HERE + "several_buckets", TWO),
     bug("samples that all ranks have count on each", "step.state:RankState.same_samples", '== "model"',
@@ -133,7 +133,7 @@ LAYOUT = [
 
 COMM = [
     bug("what is written into a bucket's part is lost", "comm.buckets:Bucket.view", "self.views_now[place]",
-        "self.views_now[place].clone()", M + "mlp", TWO),
+        "self.views_now[place].clone()", "module_tasks:routed_experts", TWO),
     bug("tensors that travel together overlap", "comm.together:_tables", "-(-row.nbytes // _UNIT) * _UNIT",
         "row.nbytes // _UNIT * _UNIT", HERE + "momentum", "dp_shard=2,zero=2"),
 ]  # fmt: skip

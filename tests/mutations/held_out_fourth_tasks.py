@@ -11,6 +11,8 @@ import run_tasks
 import torch
 import torch.nn.functional as F
 from chat_tokenizer import STYLES, WORDS, styled
+from pipeline_tasks import WIDTH, task
+from remembering_tasks import EVEN, Layers
 from torch import Tensor, nn
 
 from mutations.held_out_second_tasks import Counted, Segments, segments
@@ -54,13 +56,14 @@ class Scattered(Biased):
         return super().forward(h.select_scatter(torch.tanh(h[:, 0]), 1, -1))
 
 
-class Assigned(Biased):
-    """Three times what a tensor was given as its data is added."""
+class Assigned(Segments):
+    """Three times what was written into a field of zeros is added."""
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = torch.zeros(1, dtype=x.dtype, device=x.device)
-        plain.data = torch.tanh(x).detach()
-        return torch.add(super().forward(x), plain, alpha=3)
+        x = self.layers(x)
+        plain = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        plain[:] = torch.tanh(x)
+        return torch.add(x, plain, alpha=3)
 
 
 def scattered() -> Task:
@@ -68,7 +71,7 @@ def scattered() -> Task:
 
 
 def assigned() -> Task:
-    return biased().with_(model=Assigned, sequence={"x": 1})
+    return segments().with_(model=Assigned)
 
 
 class Marked(nn.Module):
@@ -156,23 +159,43 @@ def redrawn() -> Task:
 
 
 class WideNorm(run_tasks.Net):
-    """A batch norm that stays float32 beside narrow weights."""
+    """A norm whose bias, a buffer, stays float32 beside narrow weights."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm)
+        self.register_buffer("shift", torch.linspace(0, 1, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = self.layers[1]
-        h = self.layers[0](x)
-        scale = torch.ones(8, dtype=torch.float32) * 1.001
-        h = F.batch_norm(h, None, None, scale, norm.bias.float() * 1.01, training=True)
-        return self.layers[2:](h.to(x.dtype))
+        h = super().forward(x).unsqueeze(2) * torch.linspace(0.3, 1.7, 4, dtype=x.dtype) ** 2
+        h = F.instance_norm(torch.tanh(h), None, None, torch.ones(3, dtype=x.dtype), self.shift)
+        return (h * torch.linspace(-1, 2, 4, dtype=h.dtype)).sum(2)
 
 
 def wide_norm() -> Task:
-    return run_tasks.classified().with_(model=WideNorm)
+    return run_tasks.layered().with_(model=WideNorm)
+
+
+class Remembers(Layers):
+    """A layer that is used from the second batch on, of what the first one left."""
+
+    def start(self) -> None:
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen, self.seen = self.seen, x.detach()
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x if seen is None else x + torch.tanh(F.linear(seen, self.second.weight)))
+
+
+def remembers() -> Task:
+    return task(Remembers, EVEN)
 
 
 def weighted_curriculum() -> Task:
     """The first steps have one step of a forecast, whose weight is the first of three."""
-    return rollout(ONE_STEP, forcings=["sun"], weights=[1.0, 0.5, 0.25], curriculum={0: 2, 1: 3})
+    return rollout(ONE_STEP, forcings=["sun"], weights=[1.0, 0.5, 0.1], curriculum={0: 2, 1: 3})
 
 
 @lru_cache(maxsize=1)
