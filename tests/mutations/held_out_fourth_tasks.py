@@ -16,20 +16,12 @@ from remembering_tasks import EVEN, Layers
 from torch import Tensor, nn
 
 from mutations.held_out_second_tasks import Counted, Segments, segments
-from mutations.held_out_tasks import ONE_STEP, Biased, biased, of_tokens
+from mutations.held_out_tasks import ONE_STEP, Biased, biased
 from mutations.held_out_third_tasks import OfBytes, _ids, _of_labels
 from shardwise import Task, rollout
-from shardwise.data import JsonlSource, TokenSource, tokenized
+from shardwise.data import JsonlSource
 from shardwise.data.chat import ChatTemplate
 from shardwise.models.tasks import decoder, mlp
-
-
-class Spread(Segments):
-    """A transposed convolution whose kernel has gaps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2] = nn.ConvTranspose2d(6, 6, 3, dilation=2, padding=2)
 
 
 class Levelled(Segments):
@@ -38,10 +30,6 @@ class Levelled(Segments):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers(x)
         return x - x.mean(1, keepdim=True)
-
-
-def spread() -> Task:
-    return segments().with_(model=Spread)
 
 
 def levelled() -> Task:
@@ -114,13 +102,6 @@ class Chosen(Counted):
         return self.last(h * torch.bernoulli(0.2 + 0.3 * torch.sigmoid(h.detach())))
 
 
-class Leaky(Counted):
-    """Negative features get slopes that are drawn."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.rrelu(self.first(x), 0.1, 0.6, training=self.training))
-
-
 class Shifted(Counted):
     """Adds numbers about one half."""
 
@@ -133,29 +114,8 @@ def chosen() -> Task:
     return mlp().with_(model=Chosen)
 
 
-def leaky() -> Task:
-    return mlp().with_(model=Leaky)
-
-
 def shifted() -> Task:
     return mlp().with_(model=Shifted)
-
-
-class Redrawn(Counted):
-    """Weights that a constructor draws and then halves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.init.normal_(self.first.weight)
-        with torch.no_grad():
-            self.first.weight.mul_(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
-def redrawn() -> Task:
-    return mlp().with_(model=Redrawn)
 
 
 class WideNorm(run_tasks.Net):
@@ -211,15 +171,6 @@ class OfMarks(OfBytes):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(300, 16), nn.Linear(32, 300)
-
-
-def texts() -> Task:
-    """Windows of two texts that are written as tokens, one behind the other."""
-    home = _tokenizer()
-    for name in ("a", "b"):
-        (home / f"{name}.txt").write_text((name + " short text of it. ") * 9, encoding="utf-8")
-    path = tokenized([home / "a.txt", home / "b.txt"], home, cache_folder=tempfile.mkdtemp(dir=home))
-    return of_tokens().with_(model=OfMarks, data=TokenSource(path, 10), eval_data=None)
 
 
 def chats() -> Task:
