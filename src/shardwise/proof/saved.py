@@ -27,8 +27,8 @@ def read_saved(folder: Path, record: RunRecord) -> None:
 
     A save that failed is a difference: the run itself may go on, with a notice.
     """
-    notices = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["notices"]
-    failed = [notice for notice in notices if SAVED_ALL_THE_SAME in notice or GOES_ON in notice]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    failed = [notice for notice in summary["notices"] if SAVED_ALL_THE_SAME in notice or GOES_ON in notice]
     record.differences += [f"a checkpoint of the run could not be written: {notice}" for notice in failed]
     try:
         stored = opened(folder / "checkpoints")
@@ -54,7 +54,7 @@ def read_saved(folder: Path, record: RunRecord) -> None:
         record.counts = {
             "steps taken": engine["steps"], "steps skipped": engine["skipped"], "seed": engine["seed"],
             "number of its step": stored.manifest.step, "first loss": run["first_loss"],
-            "samples read": data.get("position"),
+            "samples read": data.get("position"), "last loss": summary["loss"], "held-out loss": summary["eval_loss"],
         }  # fmt: skip
 
 
@@ -90,6 +90,6 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
     for name, count in single.counts.items():
         saved = ranks.counts[name]
         if saved is None or count is None or not math.isclose(saved, count, rel_tol=NUMBER_BAR):
-            parity.differences.append(f"the checkpoint's {name}: {saved}, of the plain loop {count}")
+            parity.differences.append(f"{name}, as the run's files tell: {saved}, of the plain loop {count}")
     counts = f"{len(ranks.saved)} weights and buffers, {len(ranks.saved_averages)} averages"
     parity.notes.append(f"the last checkpoint, read whole: {counts}, {len(single.states)} tensors of the optimizer")
