@@ -11,15 +11,15 @@ tokens of its files are made again.
 
 Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
 
-What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, tell answers in chat templates
-that mark them, or read what a user has written.
+What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, many chats or much text, chats of
+templates that mark answers, or what a user has written.
 """
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +38,7 @@ from shardwise.data.tokenizer import read_tokenizer
 from shardwise.data.tokens import TokenSource
 from shardwise.trace.double import as_written, default_dtype
 
-MOST_TOKENS = 2**18  # of text files, that are made again
+MOST_BYTES, MOST_CHATS = 2**20, 2000  # of text files whose tokens are made again; rows of chats
 
 
 def one_by_one(data: Any, indices: list[int]) -> Any:
@@ -73,23 +73,21 @@ def leaked(task: Any) -> list[str]:
 
 def mistokenized(section: Any, task: Any) -> list[str]:
     """Returns a sentence where the tokens of a task's text files are not those of their texts, each with its end."""
-    if not section.files:
+    named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
+    files = [Path(path) for paths in named for path in paths]
+    if not isinstance(task.data, TokenSource) or not files or sum(file.stat().st_size for file in files) > MOST_BYTES:
         return []
-    tokenizer, tokens = read_tokenizer(section.tokenizer), np.load(task.data.paths[0], mmap_mode="r")
-    wanted: list[int] = []
-    for text in _texts(section.files):
+    tokenizer, wanted = read_tokenizer(section.tokenizer), list[int]()
+    for text in (text for file in files for text in _texts(file)):
         wanted += tokenizer.encode(text) + ([] if tokenizer.end is None else [tokenizer.end])
-        if len(wanted) > MOST_TOKENS:
-            break
-    same = np.array_equal(tokens[: len(wanted)], wanted) and (len(wanted) > MOST_TOKENS or len(wanted) == len(tokens))
+    same = np.array_equal(np.load(task.data.paths[0], mmap_mode="r"), wanted)
     return [] if same else ["the tokens of the text files are not those of their texts"]
 
 
-def _texts(patterns: list[str]) -> Iterator[str]:
-    for path in [path for pattern in patterns for path in sorted(glob.glob(pattern, recursive=True)) or [pattern]]:
-        text = Path(path).read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if line.strip()] if path.endswith(".jsonl") else []
-        yield from (json.loads(line)["text"] for line in lines) if lines else [text]
+def _texts(file: Path) -> list[str]:
+    if file.suffix == ".jsonl":
+        return [json.loads(line)["text"] for line in file.read_bytes().splitlines() if line.strip()]
+    return [file.read_text(encoding="utf-8")]
 
 
 def _span(source: Any) -> Any:
@@ -118,7 +116,7 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
         return _of_tokens
     if isinstance(source, DigitsSource):
         return _of_digits
-    if isinstance(source, JsonlSource) and source.encode is not None and not _marks_answers(source.template):
+    if isinstance(source, JsonlSource) and source.encode is not None and _is_read(source):
         return _of_lines
     return _of_arrays if isinstance(source, ArraySource) else None
 
@@ -195,13 +193,13 @@ def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool
         text = tokenizer.apply_chat_template(turns[:count], tokenize=False, **options, **more) if count else ""
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    tokens = tokens_of(len(turns))
+    tokens, special = tokens_of(len(turns)), set(tokenizer.all_special_ids)
     learned = [False] * len(tokens)
     for place, turn in enumerate(turns):
         if turn["role"] == "assistant":
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))
-            marks = [at for at in range(low, high) if tokens[at] in tokenizer.all_special_ids]
+            marks = [at for at in range(low, high) if tokens[at] in special]
             if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():
                 high = marks[-1] + 1
             learned[low:high] = [True] * (high - low)
@@ -214,8 +212,12 @@ def _alike(tokens: list[int], others: list[int]) -> int:
     return next((at for at in range(least) if tokens[at] != others[at]), least)
 
 
-def _marks_answers(template: Any) -> bool:
-    return template is not None and "% generation" in _tokenizer(template.folder).get_chat_template().replace("-", "")
+def _is_read(source: JsonlSource) -> bool:
+    """Whether a source has no template, or one that does not mark answers itself, of a few chats."""
+    if source.template is None:
+        return True
+    template = _tokenizer(source.template.folder).get_chat_template()
+    return len(source) <= MOST_CHATS and "% generation" not in template.replace("-", "")
 
 
 @lru_cache(maxsize=1)
