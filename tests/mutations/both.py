@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "tasks", "kit")]
 from mutations.both_rooms import ROOMS  # noqa: E402
 from mutations.bugs import HERE, M, bug  # noqa: E402
 from mutations.plant import Bug, BuggyPool, NotPlanted, planted  # noqa: E402
-from mutations.run import FAILS, _caught, _proof  # noqa: E402
+from mutations.run import CHECK, FAILS, _caught, _check_fails, _proof  # noqa: E402
 from shardwise.errors import ShardwiseError  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
@@ -136,11 +136,13 @@ BOTH = DEALING + LOSS + OPTIMIZER + RANDOM + DATA + BESIDE + DTYPES + PARTS + RO
 
 def try_both(planted_bug: Bug, pool: Any, *, thorough: bool = False) -> tuple[str, int]:
     """What caught it, "" where nothing did, and how often it ran in both; planted in this process and in the ranks."""
-    is_task = not any(kind in planted_bug.task for kind in (".toml", ".py"))
+    is_task = not any(kind in planted_bug.task for kind in (".toml", ".py", CHECK))
     options = planted_bug.options | ({"thorough": True} if thorough and is_task else {})
     buggy = BuggyPool(pool, planted_bug)
     with planted(planted_bug) as here:
         try:
+            if planted_bug.task.startswith(CHECK):
+                return _check_fails(planted_bug, buggy)[0], here() + buggy.ran
             parity = _proof(Bug(**{**vars(planted_bug), "options": options}), buggy)
         except NotPlanted:
             raise

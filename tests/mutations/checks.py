@@ -8,17 +8,25 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import adapter_tasks
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import parallelize
+from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.save import Saver
+from shardwise.comm import everybody, gather_json
+from shardwise.engine.ema import Ema
 from shardwise.hf import export, save_adapters
 from shardwise.hf import task as hf_task
+from shardwise.models.tasks import decoder
 
 BAR = 1e-5  # relative, in float32
+ROUNDING = 1e2  # of fp16 against float32's bar
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def adapters_out(plan: str = "single") -> dict[str, float]:
@@ -52,6 +60,46 @@ def adapters_out(plan: str = "single") -> dict[str, float]:
 def adapters_out_of_tp() -> dict[str, float]:
     """The same where two ranks have a half of each adapter."""
     return adapters_out("tp=2")
+
+
+def gone_on_elsewhere() -> dict[str, float]:
+    """Weights, average and loss scale of four steps in fp16, against two and two under a plan of other axes."""
+    return _gone_on("dp_shard=2,tp=2,zero=1,precision=fp16", "dp_shard=2,pp=2,zero=2,microbatches=2,precision=fp16")
+
+
+def _gone_on(first: str, then: str) -> dict[str, float]:
+    straight, folder = _trained([(then, 4)]), gather_json(tempfile.mkdtemp(), everybody(), torch.device("cpu"))[0]
+    apart = _trained([(first, 2), (then, 2)], folder)
+    return {name: float((apart[name] - value).abs().max() / value.abs().max().clamp_min(1e-3)) / ROUNDING
+            for name, value in straight.items()}  # fmt: skip
+
+
+def _falling(step: int) -> float:
+    return 1 / (1 + step)
+
+
+def _trained(parts: list[tuple[str, int]], folder: str = "") -> dict[str, Tensor]:
+    """Whole weights, "ema" before those of the average, and the loss scale, after steps under each plan in turn."""
+    for number, (plan, steps) in enumerate(parts):
+        # a run that goes on takes nothing of the weights that it is made with
+        engine = parallelize(decoder().with_(optimizer=MOMENTUM), plan, seed=number, clip_norm=0.5, schedule=_falling)
+        ema = Ema(engine, 0.5)
+        if number:
+            restore(engine, folder, ema=ema)
+        for step in range(engine.steps_done, engine.steps_done + steps):
+            engine.step(engine.task.batch(step))
+            ema.update()
+            engine.state.scale.value *= 0.5  # another one than a new run has
+        if folder and not number:
+            saver = Saver(engine, folder, background=False, ema=ema)
+            saver.save()
+            saver.close()
+        values = {name: value.double().cpu() for name, value in engine.full_parameters()}
+        with ema.applied():
+            values |= {f"ema {name}": value.double().cpu() for name, value in engine.full_parameters()}
+        values["scale"] = torch.tensor(engine.state.scale.value)
+        engine.close()
+    return values
 
 
 @torch.no_grad()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mutations.both import BOTH, try_both
+from mutations.combined import COMBINED
 from mutations.held_out import HELD_OUT
+from mutations.held_out_fourth import HELD_OUT_FOURTH
 from mutations.held_out_second import HELD_OUT_SECOND
 from mutations.held_out_third import HELD_OUT_THIRD
 from mutations.plant import Bug, planted
@@ -17,7 +19,7 @@ QUICK = ("later rows of a causal block are masked as the first",)
 
 def test_every_bug_on_both_sides_has_a_place_and_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(BOTH) >= 80
-    for bug in (*BOTH, *HELD_OUT, *HELD_OUT_SECOND, *HELD_OUT_THIRD):
+    for bug in (*BOTH, *HELD_OUT, *HELD_OUT_SECOND, *HELD_OUT_THIRD, *HELD_OUT_FOURTH, *COMBINED):
         with planted(bug) as ran:
             assert ran() == 0
 

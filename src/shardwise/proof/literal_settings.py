@@ -102,6 +102,14 @@ def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
     return paths
 
 
+def other_sizes(section: Any, task: Any) -> list[str]:
+    """Returns a sentence where a task that the package makes has other sizes than `[task]` says."""
+    made = next((arg for arg in getattr(task.model, "args", ()) if hasattr(arg, "layers")), None)
+    sizes = {"context": section.seq_len, **dict(section.model)}
+    names = [name for name, size in sizes.items() if size is not None and getattr(made, name, size) != size]
+    return [f"[task] says {name}={sizes[name]}, and the model has {getattr(made, name)}" for name in names]
+
+
 def _reads(seed: int) -> list[str]:
     """Returns a sentence where two samples, or one of them in two epochs, are read with the same random numbers."""
     seeds = set()

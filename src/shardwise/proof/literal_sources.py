@@ -3,21 +3,25 @@
     Blend        of the source that a number falls into
     TokenSource  a window of its file, counted through the files from the first
     JsonlSource  its documents, of which answers are learned and prompts are not
+    DigitsSource an image, with the label that it has in scikit-learn
     ArraySource  one row of each array
 
-How many samples each of them has is counted again too, and no text of a built-in task is held out and trained on.
+How many samples each of them has is counted again too, no text of a built-in task is held out and trained on, and the
+tokens of its files are made again.
 
 Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
 
-What this does not do: render chat templates, read `FieldSource`, of whose files a mean and a lead are taken, or what
-a user has written.
+What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, many chats or much text, chats of
+templates that mark answers, or what a user has written.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,13 @@ from torch.utils._pytree import tree_map
 from shardwise.data.arrays import ArraySource
 from shardwise.data.blend import Blend
 from shardwise.data.corpus import BytesSource
+from shardwise.data.digits import DigitsSource
 from shardwise.data.jsonl import JsonlSource
+from shardwise.data.tokenizer import read_tokenizer
 from shardwise.data.tokens import TokenSource
 from shardwise.trace.double import as_written, default_dtype
+
+MOST_BYTES, MOST_CHATS = 2**20, 2000  # of text files whose tokens are made again; rows of chats
 
 
 def one_by_one(data: Any, indices: list[int]) -> Any:
@@ -63,6 +71,25 @@ def leaked(task: Any) -> list[str]:
     return ["held-out text is trained on"]
 
 
+def mistokenized(section: Any, task: Any) -> list[str]:
+    """Returns a sentence where the tokens of a task's text files are not those of their texts, each with its end."""
+    named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
+    files = [Path(path) for paths in named for path in paths]
+    if not isinstance(task.data, TokenSource) or not files or sum(file.stat().st_size for file in files) > MOST_BYTES:
+        return []
+    tokenizer, wanted = read_tokenizer(section.tokenizer), list[int]()
+    for text in (text for file in files for text in _texts(file)):
+        wanted += tokenizer.encode(text) + ([] if tokenizer.end is None else [tokenizer.end])
+    same = np.array_equal(np.load(task.data.paths[0], mmap_mode="r"), wanted)
+    return [] if same else ["the tokens of the text files are not those of their texts"]
+
+
+def _texts(file: Path) -> list[str]:
+    if file.suffix == ".jsonl":
+        return [json.loads(line)["text"] for line in file.read_bytes().splitlines() if line.strip()]
+    return [file.read_text(encoding="utf-8")]
+
+
 def _span(source: Any) -> Any:
     """Returns where a source's text begins and ends; None of one without."""
     if isinstance(source, BytesSource):
@@ -87,7 +114,9 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
         return _of_blend
     if isinstance(source, TokenSource):
         return _of_tokens
-    if isinstance(source, JsonlSource) and source.template is None and source.encode is not None:
+    if isinstance(source, DigitsSource):
+        return _of_digits
+    if isinstance(source, JsonlSource) and source.encode is not None and _is_read(source):
         return _of_lines
     return _of_arrays if isinstance(source, ArraySource) else None
 
@@ -139,6 +168,9 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
     lines = [line for path in source.paths for line in path.read_bytes().splitlines() if line.strip()]
     documents = []
     for record in map(json.loads, lines):
+        if source.template is not None and "messages" in record:
+            documents.append(_of_chat(source.template.folder, record))
+            continue
         if "completion" in record:
             said = [(record.get("prompt", ""), False), (record["completion"], True)]
         elif "messages" in record:
@@ -146,10 +178,66 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
         else:
             said = [(record["text"], True)]
         pairs = [(token, counts) for text, counts in said for token in source.encode(text)]
-        pairs = (pairs if source.end is None else [*pairs, (source.end, True)])[: source.seq_len]
-        if any(counts for _, counts in pairs[1:]):
-            documents.append(([token for token, _ in pairs], [counts for _, counts in pairs]))
-    return documents
+        pairs = pairs if source.end is None else [*pairs, (source.end, True)]
+        documents.append(([token for token, _ in pairs], [counts for _, counts in pairs]))
+    cut = [(tokens[: source.seq_len], learned[: source.seq_len]) for tokens, learned in documents]
+    return [(tokens, learned) for tokens, learned in cut if any(learned[1:])]
+
+
+def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    """Returns (tokens, which are learned) of a conversation: its answers, each with the mark that ends it."""
+    tokenizer, turns = _tokenizer(folder), record["messages"]
+    options = {"tools": record["tools"]} if record.get("tools") else {}
+
+    def tokens_of(count: int, **more: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(turns[:count], tokenize=False, **options, **more) if count else ""
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    tokens, special = tokens_of(len(turns)), set(tokenizer.all_special_ids)
+    learned = [False] * len(tokens)
+    for place, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
+            high = _alike(tokens, tokens_of(place + 1))
+            marks = [at for at in range(low, high) if tokens[at] in special]
+            if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():
+                high = marks[-1] + 1
+            learned[low:high] = [True] * (high - low)
+    return tokens, learned
+
+
+def _alike(tokens: list[int], others: list[int]) -> int:
+    """Returns how many tokens two texts begin with alike."""
+    least = min(len(tokens), len(others))
+    return next((at for at in range(least) if tokens[at] != others[at]), least)
+
+
+def _is_read(source: JsonlSource) -> bool:
+    """Whether a source has no template, or one that does not mark answers itself, of a few chats."""
+    if source.template is None:
+        return True
+    template = _tokenizer(source.template.folder).get_chat_template()
+    return len(source) <= MOST_CHATS and "% generation" not in template.replace("-", "")
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def _of_digits(source: DigitsSource, index: int) -> Any:
+    image = source.images[index]
+    return {"image": image[None], "label": torch.tensor([_digits()[image.float().numpy().tobytes()]])}
+
+
+@lru_cache(maxsize=1)
+def _digits() -> dict[bytes, int]:
+    """Returns the label of each image, as the bytes that a source has of it."""
+    (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
+    rows = np.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=",")
+    return {(row[:-1] / 16).astype(np.float32).tobytes(): int(row[-1]) for row in rows}
 
 
 def _of_arrays(source: ArraySource, index: int) -> Any:

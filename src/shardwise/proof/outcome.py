@@ -12,6 +12,7 @@ PARAMETER_BAR = 1e-10
 BUFFER_BAR = 1e-10
 GRADIENT_BAR = 1e-9
 OPTIMIZER_BAR = 1e-9
+NUMBER_BAR = 1e-9  # of what a run writes: losses, norms, learning rates, metrics
 GRADIENT_FLOOR = 1e-4  # of the model's largest gradient
 FLOAT64_BARS = {
     "loss": LOSS_BAR,

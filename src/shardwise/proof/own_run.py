@@ -131,6 +131,9 @@ def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watchi
         told += _unlike_file(
             folder / BEST, seen.weights[best], f"the best weights, of step {best},", rounded=seen.switched
         )
+        summary = json.loads((folder / "summary.json").read_text())["best"]
+        if (summary["step"], summary["eval_loss"]) != (best + 1, evaluations[best]["eval_loss"]):
+            told.append(f"the best weights are told to be those after step {summary['step']}, and are of {best + 1}")
         told += _off_evaluations(task, plan, settings, seen, evaluations)
     return told + _off_states(task, plan, ranks)
 

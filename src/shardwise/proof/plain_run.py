@@ -80,7 +80,7 @@ class RunRecord:
     saved_averages: dict[str, torch.Tensor] = field(default_factory=dict)
     read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
-    position: int | None = None  # samples read
+    counts: dict[str, float | None] = field(default_factory=dict)  # of the checkpoint and the summary: steps, losses
     limits: tuple[float, ...] = ()  # by step, up to which elements of gradients are zero (zeros)
     differences: list[str] = field(
         default_factory=list
@@ -138,8 +138,13 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
         for key, value in optimizer.state.get(param, {}).items()
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape and value.numel()
     }
+    steps = len(record.steps)
+    record.counts = {"steps taken": steps, "number of its step": steps, "steps skipped": 0, "seed": settings.seed}
+    record.counts |= {"first loss": record.steps[0]["loss"], "last loss": record.steps[-1]["loss"]}
+    if record.evaluations:
+        record.counts["held-out loss"] = [*record.evaluations.values()][-1]["eval_loss"]
     if task.batch is None:
-        record.position = int(sum(numbers["samples"] for numbers in record.steps))
+        record.counts["samples read"] = sum(numbers["samples"] for numbers in record.steps)
     if settings.decay is not None:
         with _replaced(named, averages):
             record.averages = _state_dict(module)

@@ -9,6 +9,7 @@ So pieces that are labelled wrongly differ, though the plan that wrote them woul
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from shardwise.checkpoint.inspect import opened, state_dict_names
@@ -16,7 +17,7 @@ from shardwise.checkpoint.load import tensor_of
 from shardwise.checkpoint.pieces import Piece
 from shardwise.errors import InputError
 from shardwise.proof.compare_records import tensor_error
-from shardwise.proof.outcome import GRADIENT_FLOOR, Parity
+from shardwise.proof.outcome import GRADIENT_FLOOR, NUMBER_BAR, Parity
 from shardwise.proof.plain_run import RunRecord
 from shardwise.training.keeping import GOES_ON, SAVED_ALL_THE_SAME
 
@@ -26,8 +27,8 @@ def read_saved(folder: Path, record: RunRecord) -> None:
 
     A save that failed is a difference: the run itself may go on, with a notice.
     """
-    notices = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["notices"]
-    failed = [notice for notice in notices if SAVED_ALL_THE_SAME in notice or GOES_ON in notice]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    failed = [notice for notice in summary["notices"] if SAVED_ALL_THE_SAME in notice or GOES_ON in notice]
     record.differences += [f"a checkpoint of the run could not be written: {notice}" for notice in failed]
     try:
         stored = opened(folder / "checkpoints")
@@ -49,8 +50,12 @@ def read_saved(folder: Path, record: RunRecord) -> None:
         record.saved_averages = {name: whole[key] for name, key in averages.items() if key in whole}
         record.states = {key.removeprefix("optimizer/"): value for key, value in whole.items()
                          if key.startswith("optimizer/")}  # fmt: skip
-        data = stored.manifest.fields.get("data") or {}
-        record.position = data.get("position")
+        engine, run, data = (stored.manifest.fields.get(key) or {} for key in ("engine", "run", "data"))
+        record.counts = {
+            "steps taken": engine["steps"], "steps skipped": engine["skipped"], "seed": engine["seed"],
+            "number of its step": stored.manifest.step, "first loss": run["first_loss"],
+            "samples read": data.get("position"), "last loss": summary["loss"], "held-out loss": summary["eval_loss"],
+        }  # fmt: skip
 
 
 def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: float) -> None:
@@ -82,9 +87,9 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
         scale = max(float(value.abs().max()), GRADIENT_FLOOR * largest[kind], 1e-300)
         error = float((ranks.states[name].to(value.dtype) - value).abs().max()) / scale
         parity.optimizer_error[f"checkpoint's {kind} of {parameter}"] = error
-    if single.position is not None and ranks.position != single.position:
-        parity.differences.append(
-            f"the checkpoint goes on with sample {ranks.position}, and {single.position} were read"
-        )
+    for name, count in single.counts.items():
+        saved = ranks.counts[name]
+        if saved is None or count is None or not math.isclose(saved, count, rel_tol=NUMBER_BAR):
+            parity.differences.append(f"{name}, as the run's files tell: {saved}, of the plain loop {count}")
     counts = f"{len(ranks.saved)} weights and buffers, {len(ranks.saved_averages)} averages"
     parity.notes.append(f"the last checkpoint, read whole: {counts}, {len(single.states)} tensors of the optimizer")

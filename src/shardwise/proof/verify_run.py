@@ -32,7 +32,7 @@ from shardwise.layout import Plan, check
 from shardwise.layout.dealing import cut
 from shardwise.proof import literal_settings, literal_sources, own_run
 from shardwise.proof.compare_records import number_error, tensor_error
-from shardwise.proof.outcome import FLOAT64_BARS, Parity
+from shardwise.proof.outcome import FLOAT64_BARS, NUMBER_BAR, Parity
 from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
 from shardwise.proof.saved import compare_saved, read_saved
@@ -50,7 +50,6 @@ from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS, run_rank
 OnRanks = Callable[..., list[Any]]
 STEPS = 5
 BATCHES = 2.5  # in an epoch of a proof
-NUMBER_BAR = 1e-9  # of what a run writes: losses, norms, learning rates, metrics
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,9 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     factor = make_schedule(config.schedule, total)
     parity.differences += literal_settings.differences(job, length, factor, total) + literal_sources.miscounted(task)
     if task.name == effective.config.task.name:  # a built-in one, which splits its data by itself
-        parity.differences += literal_sources.leaked(task)
+        section = effective.config.task
+        parity.differences += literal_sources.leaked(task) + literal_sources.mistokenized(section, task)
+        parity.differences += literal_settings.other_sizes(section, task)
     small = job.with_(
         effective=replace(effective, config=config, plan=plan),
         steps=steps,
