@@ -330,13 +330,22 @@ class BlockCosts:
         )
 
     def _reorders(self) -> tuple[float, float]:
-        """Returns seconds of copies that reorder gathered shares of several samples."""
-        lay = self.layout
-        if not (self.software.reorders and lay.sp and lay.tp > 1 and lay.micro_batch > 1):
+        """Returns seconds of copies of what tp sends with sp: shares of several samples reordered, or pieces added."""
+        s, lay, soft = self.shape, self.layout, self.software
+        whole = lay.tokens * s.hidden * ACT_BYTES
+        if not (lay.sp and lay.tp > 1 and soft.reorders):
             return 0.0, 0.0
-        copied = 2 * lay.tokens * self.shape.hidden * ACT_BYTES
-        forward, backward = 4, 6  # gathers and scatters of two products; in backward, what weights' gradients read too
-        return self._stream(forward * copied, forward), self._stream(backward * copied, backward)
+        if soft.overlap_tp and soft.dtensors:
+            added = self._stream(2 * (1 + 1 / lay.tp) * whole, 2)
+            return added, added
+        if lay.micro_batch == 1:
+            return 0.0, 0.0
+        # gathers and scatters of two products; in backward also what weights' gradients read, where that was not kept
+        gathered, again = whole * soft.bits / 16, 0 if soft.dtensors else 2
+        return (
+            self._stream(2 * (2 * gathered + 2 * whole), 4),
+            self._stream(2 * ((2 + again) * gathered + 2 * whole), 4 + again),
+        )
 
     def _casts(self) -> tuple[float, float]:
         """Returns seconds of scaling and casting what products in FP8 read: inputs and weights; gradients of outputs.
@@ -373,7 +382,8 @@ class BlockCosts:
             scatter = Message("reduce_scatter", "tp", whole, overlapped)
             forward += [gather] * read + [scatter] * added
             # the gather of the saved input for the weights' gradient runs beside the input's gradient
-            backward += [gather] * added + [scatter] * read + [Message("all_gather", "tp", gathered, True)] * read
+            backward += [gather] * added + [scatter] * read
+            backward += [Message("all_gather", "tp", gathered, True)] * (0 if self.software.dtensors else read)
         elif lay.tp > 1:
             forward += [Message("all_reduce", "tp", whole, overlapped)] * added
             backward += [Message("all_reduce", "tp", whole, overlapped)] * read

@@ -97,6 +97,8 @@ class Software:
     repeats_keys     keys and values are copied for each head of queries that reads them
     waits            what a compiled block sends for cp is waited for where it stands (functional collectives, traced)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
+    dtensors         tp by PyTorch's: products keep what sp gathered for their weights' gradients; begun early, a product is
+                     in pieces (fused_matmul_reduce_scatter), which are all written and then added up
     sums_once        under ZeRO-2 and 3 gradients stay whole, and are summed after the last micro-batch (FSDP's no_sync)
     pipelines_whole  so it is under a pipeline, beside nothing, and ZeRO-3 gathers a stage's weights once in a step
     widens           a gradient is copied into the dtype of its sum before it is added
@@ -152,6 +154,7 @@ class Software:
     selective: str = "attention"
     stops_early: bool = False
     reorders: bool = False
+    dtensors: bool = False
     one_sum: bool = True
     windows: bool = False
     split_sends: bool = False
@@ -331,6 +334,8 @@ SOFTWARE: dict[str, Software] = {
             unit_bytes=FSDP2_BYTES,
             selective="products",
             ring="merged",
+            reorders=True,
+            dtensors=True,
             repeats_keys=True,
             waits=True,
             pipelines_whole=True,
