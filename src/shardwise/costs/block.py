@@ -140,9 +140,10 @@ class BlockCosts:
             return forward, list(messages)
         sums = [message for message in messages if message.op in ("all_reduce", "reduce_scatter")]
         again = list(messages)
-        if sums:
-            again.remove(sums[-1])
-        return forward - self.kernels.layer_product(lay.tokens, s.hidden, s.ffn / lay.tp), again
+        ends = [(s.hidden, s.ffn / lay.tp), s.projections(lay.tp)[-1]][: 2 if self.software.in_parts else 1]
+        for message in reversed(sums[-len(ends) :]):
+            again.remove(message)
+        return forward - sum(self.kernels.layer_product(lay.tokens, *pair) for pair in ends), again
 
     def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
         """Returns seconds of what the software's selective policy recomputes in a layer."""
@@ -177,14 +178,14 @@ class BlockCosts:
         tokens = self.layout.tokens
         out = [0.0, 0.0, 0.0]
 
-        def add(rows: float, wide: float, deep: float, times: float = 1.0) -> None:
+        def add(rows: float, wide: float, deep: float, times: float = 1.0, shared: bool = True) -> None:
             out[0] += times * product(rows, wide, deep)
             out[1] += times * product(rows, deep, wide)
             out[2] += times * product(wide, deep, rows, accumulate=self.software.accumulates)
-            out[2] += self._handled(times * wide * deep)
+            out[2] += self._handled(times * wide * deep) if shared else 0.0
 
         product = self.kernels.layer_product
-        s, t = self.shape, self.layout.tp
+        s, lay, t = self.shape, self.layout, self.layout.tp
         for wide, deep in s.projections(t):
             add(tokens, wide, deep)
         up = (2 if s.gated else 1) * s.ffn
@@ -197,8 +198,9 @@ class BlockCosts:
             rows = tokens * s.top_k * self.layout.ep / s.experts  # of each local expert, balanced
             expert_tp = 1 if self.layout.ep > 1 else t
             rows = rows / t if self.layout.ep > 1 and self.layout.sp else rows
-            add(rows, up / expert_tp, s.hidden, local)
-            add(rows, s.hidden, s.ffn / expert_tp, local)
+            shared = lay.ep < lay.shard_ranks or not lay.sharded.weights  # else nobody else has them
+            add(rows, up / expert_tp, s.hidden, local, shared)
+            add(rows, s.hidden, s.ffn / expert_tp, local, shared)
             if s.shared_experts:  # side by side, one feed-forward as wide as all of them
                 add(tokens, s.shared_experts * up / t, s.hidden)
                 add(tokens, s.hidden, s.shared_experts * s.ffn / t)

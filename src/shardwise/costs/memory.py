@@ -118,7 +118,8 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
     tokens, t = lay.tokens, lay.tp
     stream = tokens * s.hidden * ACT_BYTES / (t if lay.sp else 1)
     if lay.recompute == "full":
-        return {"layer input": stream}
+        parts = software.in_parts and not s.experts
+        return {"layer input": stream} | ({"inputs of its parts": (1 + s.norms) * stream} if parts else {})
     kv = max(s.kv_width / t, s.kv_width / s.kv_heads)
     out = {
         "norm inputs": (1 if s.parallel else 2) * stream,

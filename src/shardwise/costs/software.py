@@ -124,6 +124,7 @@ class Software:
                      what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
     stops_early      full recompute ends with the last tensor that backward reads, as torch's non-reentrant checkpoint
                      does: a dense layer's last product is not run again, nor what tp sends of it
+    in_parts         full recompute is of a dense layer's norms, attention and feed-forward apart, whose inputs are kept
     in_backward      each parameter is updated as soon as its gradient is there, which is then freed
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
     fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
@@ -153,6 +154,7 @@ class Software:
     unit_bytes: float = 0.0
     selective: str = "attention"
     stops_early: bool = False
+    in_parts: bool = False
     reorders: bool = False
     dtensors: bool = False
     one_sum: bool = True
@@ -390,8 +392,9 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     (
         "automodel", "fsdp",
-        {"attention": "cudnn", "fused": True, "dispatch": "deepep", "states": "bf16-full", "source": "NeMo AutoModel: "
-         "FSDP2, kernels of Transformer Engine, DeepEP, all in bf16 (its examples/benchmark/configs)"},
+        {"attention": "cudnn", "fused": True, "dispatch": "deepep", "states": "bf16-full", "unit_bytes": FSDP2_BYTES,
+         "grad_reduce_bytes": 4.0, "in_parts": True, "source": "NeMo AutoModel: FSDP2, which sums gradients in float32; "
+         "kernels of Transformer Engine, DeepEP, all else in bf16 (its examples/benchmark/configs)"},
     ),
     (
         "internevo", "fsdp",
