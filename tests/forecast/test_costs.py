@@ -12,7 +12,7 @@ import torch
 
 from shardwise.cluster import Cluster, Device, model
 from shardwise.cluster.catalogue import device, device_names
-from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts, handled_bytes
+from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import (
@@ -27,7 +27,7 @@ from shardwise.costs.memory import (
 )
 from shardwise.costs.ops import op_seconds
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import LOSS_BYTES, SOFTWARE, STATES, software
+from shardwise.costs.software import LOSS_BYTES, SOFTWARE, STATES, handled_bytes, software
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule

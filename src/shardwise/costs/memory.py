@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.costs.block import whole_gradients, whole_in_pipeline
 from shardwise.costs.coded_state import decoded, resting
 from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import STATES, Software
+from shardwise.costs.software import STATES, Software, whole_gradients, whole_in_pipeline
 from shardwise.layout.offload import TIERS, in_tier, weights_on_host
 
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
