@@ -32,6 +32,7 @@ SOFTWARE = (
     *((word, "megatron-flash") for word in ("starcoder", "falcon", "megascale", "--use-flash-attn")),
     ("herd of models", "megatron-core"),
     ("automodel", "automodel"),
+    *((word, "maxtext") for word in ("maxtext", "paxml")),
     ("nemo", "nemo"),
     ("megatron-bridge", "nemo"),
     ("fused cross-entropy", "megatron-core"),

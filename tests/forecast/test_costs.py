@@ -12,7 +12,7 @@ import torch
 
 from shardwise.cluster import Cluster, Device, model
 from shardwise.cluster.catalogue import device, device_names
-from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts, handled_bytes
+from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import (
@@ -27,7 +27,7 @@ from shardwise.costs.memory import (
 )
 from shardwise.costs.ops import op_seconds
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import LOSS_BYTES, SOFTWARE, STATES, software
+from shardwise.costs.software import LOSS_BYTES, SOFTWARE, STATES, as_planned, handled_bytes, software
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
@@ -666,6 +666,44 @@ def test_full_recompute_stops_with_the_last_tensor_that_backward_reads() -> None
     assert left == {"fsdp": pytest.approx(down), "nemo": 0.0}
     dropped = BlockCosts(replace(LLAMA, dropout=True), layout, software("fsdp"), Kernels(h200)).layer()
     assert dropped.recompute == dropped.forward, "a mask is kept behind the last product"
+
+
+def test_recompute_of_a_layers_parts_keeps_their_inputs_and_leaves_out_two_products() -> None:
+    """AutoModel checkpoints norms, attention and feed-forward one by one: each ends before its own last product."""
+    layout = Layout(tp=2, sp=True, micro_batch=1, seq=4096, recompute="full")
+    kernels, soft = Kernels(device("h200-sxm-141gb")[0]), software("automodel")
+    layer = BlockCosts(LLAMA, layout, soft, kernels).layer()
+    out, down = (kernels.product(4096, LLAMA.hidden, deep) for deep in (LLAMA.hidden / 2, LLAMA.ffn / 2))
+    assert layer.forward - layer.recompute == pytest.approx(out + down)
+    assert [m.op for m in layer.recompute_messages] == ["all_gather"] * 2
+    stream = 4096 * LLAMA.hidden * 2 / 2
+    assert sum(layer_activations(LLAMA, layout, soft).values()) == 4 * stream
+
+
+def test_what_tp_of_pytorch_copies_and_keeps() -> None:
+    """A copy orders what is gathered of several samples, narrow where products are, and what is scattered; products
+    keep it for their weights. Begun early, they leave pieces, which are read and added up."""
+    kernels, layout = Kernels(device("h100-sxm-96gb")[0]), Layout(tp=8, sp=True, micro_batch=2, seq=4096)
+    whole = 2 * 4096 * LLAMA.hidden * 2
+
+    def moved(name: str, layout: Layout) -> list[float]:
+        costs = BlockCosts(LLAMA, layout, as_planned(software(name), layout), kernels)
+        launches = (4, 4) if not layout.tp_overlap else (2, 2)
+        return [
+            (seconds - n * 2e-6) * kernels.bandwidth / whole if seconds else 0.0
+            for seconds, n in zip(costs._reorders(), launches, strict=True)
+        ]
+
+    assert moved("torchtitan", layout) == pytest.approx([8.0, 8.0])
+    assert moved("torchtitan-fp8", layout) == pytest.approx([6.0, 6.0])
+    assert moved("torchtitan", layout.with_(micro_batch=1)) == [0.0, 0.0]
+    assert moved("nemo", layout) == [0.0, 0.0]
+    assert moved("torchtitan", layout.with_(tp_overlap=True)) == pytest.approx([2 * (1 + 1 / 8)] * 2)
+    sent = {
+        name: [m.op for m in BlockCosts(LLAMA, layout, software(name), kernels).layer().backward_messages]
+        for name in ("torchtitan", "fsdp")
+    }
+    assert sent["fsdp"] == [*sent["torchtitan"], "all_gather", "all_gather"], "what weights' gradients read"
 
 
 def test_what_selective_recompute_is_follows_from_the_software() -> None:

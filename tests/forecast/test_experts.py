@@ -190,3 +190,27 @@ def test_the_hosts_seconds_are_read_from_iterations_of_tiny_models() -> None:
         "layer, ms": 5.0, "once, ms": 10.0, "experts, ms more": 3.0, "FP8, ms more": 2.0,
         "rows sent beside, times": 1.5,
     })  # fmt: skip
+
+
+def test_rows_that_are_weighed_first_do_not_come_back_in_recompute() -> None:
+    """Nothing behind an expert's last product is kept then, so it is not run again, nor is its exchange; where rows are
+    weighed after it, as modules of transformers do, all of it is."""
+    layout = Layout(ep=8, shard=8, zero=3, seq=4096, recompute="full")
+    kernels = Kernels(NODE.device)
+    first, after = (BlockCosts(QWEN, layout, software(name), kernels).layer() for name in ("automodel", "fsdp"))
+    rows = 4096 * QWEN.top_k * 8 / QWEN.experts
+    last = QWEN.experts / 8 * kernels.product(rows, QWEN.hidden, QWEN.ffn)
+    assert first.forward - first.recompute == pytest.approx(last)
+    assert after.recompute == after.forward
+    assert [len(layer.recompute_messages) for layer in (first, after)] == [1, 2]
+
+
+def test_experts_that_one_rank_has_alone_are_not_gathered() -> None:
+    """FSDP2's copies are of what it gathers: none of experts where `ep` deals them over all ranks that shard."""
+    kernels = Kernels(NODE.device)
+    alone, dealt = (
+        BlockCosts(QWEN, Layout(ep=8, shard=shard, zero=3, seq=4096), software("automodel"), kernels)._products()[2]
+        for shard in (8, 16)
+    )
+    experts = QWEN.experts / 8 * 3 * QWEN.hidden * QWEN.ffn
+    assert dealt - alone == pytest.approx(experts * software("automodel").unit_bytes / kernels.bandwidth, rel=1e-6)

@@ -28,8 +28,7 @@ from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, Message, merged_bytes, ring_messages
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import STATES, Software
-from shardwise.layout.zero_stages import STAGES
+from shardwise.costs.software import Software, handled_bytes
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
 # Bytes that move for an element in bf16: (forward, backward) of fused kernels, and of modules as transformers writes
@@ -59,32 +58,6 @@ def host_seconds(device: Device, software: Software) -> float:
         return 0.0
     op_us = device.op_us.value if device.op_us is not None else HOST_US
     return 1e-6 * op_us / (EAGER if software.fused else 1.0)
-
-
-def whole_in_pipeline(software: Software, layout: Layout) -> bool:
-    """Whether a stage under ZeRO-2 or 3 keeps its gradients whole and sums them once, after all micro-batches.
-
-    Under ZeRO-3 it then gathers its weights once."""
-    return software.pipelines_whole and layout.sharded.gradients and layout.pp > 1
-
-
-def whole_gradients(software: Software, layout: Layout) -> bool:
-    """Whether gradients under ZeRO-2 and 3 stay whole until those of the last micro-batch are there, and are summed."""
-    between = software.sums_once and layout.sharded.gradients and layout.n_micro * layout.rounds > 1
-    return between or whole_in_pipeline(software, layout)
-
-
-def handled_bytes(software: Software, layout: Layout) -> float:
-    """Returns the bytes moved for each weight in a micro-batch beside its products: gradient sums, ZeRO-3's copies."""
-    gradient = STATES[software.states].on_wire
-    kept = whole_in_pipeline(software, layout)
-    if layout.sharded.weights and not kept:
-        return software.unit_bytes
-    # the stage that is named, on one rank too, whose gradients are shards by name
-    if (not STAGES[layout.zero].gradients or kept) and layout.n_micro * layout.rounds > 1:
-        widened = 2 * gradient if software.widens else 0  # a copy in the sum's dtype written, and read to be added
-        return 0.0 if software.accumulates else 2 + 2 * gradient + widened  # read, and the sum read and written
-    return 2 + gradient if software.buckets else 0.0
 
 
 @dataclass
@@ -136,13 +109,21 @@ class BlockCosts:
     def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
         """Returns what full recompute runs again of a layer: (seconds, messages)."""
         s, lay = self.shape, self.layout
-        if not self.software.stops_early or s.experts or s.dropout:  # what follows the last product keeps a tensor
+        early = self.software.stops_early and not s.dropout  # else what follows the last product keeps a tensor
+        if not early or (s.experts and not self.software.weighs_first):
             return forward, list(messages)
-        sums = [message for message in messages if message.op in ("all_reduce", "reduce_scatter")]
-        again = list(messages)
-        if sums:
-            again.remove(sums[-1])
-        return forward - self.kernels.layer_product(lay.tokens, s.hidden, s.ffn / lay.tp), again
+        again, product = list(messages), self.kernels.layer_product
+        ends: list[tuple[float, float, float]]
+        if s.experts:  # rows do not come back from their experts
+            rows, local, over = self._expert_rows()
+            ends, sent = [(rows, s.hidden, s.ffn / over)] * round(local), [m for m in messages if m.axis == "ep"][:1]
+        else:
+            last = [(s.hidden, s.ffn / lay.tp), s.projections(lay.tp)[-1]][: 2 if self.software.in_parts else 1]
+            ends = [(lay.tokens, *pair) for pair in last]
+            sent = [m for m in messages if m.op in ("all_reduce", "reduce_scatter")][-len(ends) :]
+        for message in sent:
+            again.remove(message)
+        return forward - sum(product(*end) for end in ends), again
 
     def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
         """Returns seconds of what the software's selective policy recomputes in a layer."""
@@ -177,14 +158,14 @@ class BlockCosts:
         tokens = self.layout.tokens
         out = [0.0, 0.0, 0.0]
 
-        def add(rows: float, wide: float, deep: float, times: float = 1.0) -> None:
+        def add(rows: float, wide: float, deep: float, times: float = 1.0, shared: bool = True) -> None:
             out[0] += times * product(rows, wide, deep)
             out[1] += times * product(rows, deep, wide)
             out[2] += times * product(wide, deep, rows, accumulate=self.software.accumulates)
-            out[2] += self._handled(times * wide * deep)
+            out[2] += self._handled(times * wide * deep) if shared else 0.0
 
         product = self.kernels.layer_product
-        s, t = self.shape, self.layout.tp
+        s, lay, t = self.shape, self.layout, self.layout.tp
         for wide, deep in s.projections(t):
             add(tokens, wide, deep)
         up = (2 if s.gated else 1) * s.ffn
@@ -193,16 +174,21 @@ class BlockCosts:
             add(tokens, s.hidden, s.ffn / t)
         else:
             add(tokens, s.experts, s.hidden)
-            local = max(1.0, s.experts / self.layout.ep)
-            rows = tokens * s.top_k * self.layout.ep / s.experts  # of each local expert, balanced
-            expert_tp = 1 if self.layout.ep > 1 else t
-            rows = rows / t if self.layout.ep > 1 and self.layout.sp else rows
-            add(rows, up / expert_tp, s.hidden, local)
-            add(rows, s.hidden, s.ffn / expert_tp, local)
+            rows, local, expert_tp = self._expert_rows()
+            shared = lay.ep < lay.shard_ranks or not lay.sharded.weights  # else nobody else has them
+            add(rows, up / expert_tp, s.hidden, local, shared)
+            add(rows, s.hidden, s.ffn / expert_tp, local, shared)
             if s.shared_experts:  # side by side, one feed-forward as wide as all of them
                 add(tokens, s.shared_experts * up / t, s.hidden)
                 add(tokens, s.hidden, s.shared_experts * s.ffn / t)
         return out[0], out[1], out[2]
+
+    def _expert_rows(self) -> tuple[float, float, int]:
+        """Returns (rows of each local expert, balanced; experts on this rank; ranks that each is cut over)."""
+        s, lay = self.shape, self.layout
+        rows = lay.tokens * s.top_k * lay.ep / s.experts
+        over = 1 if lay.ep > 1 else lay.tp
+        return rows / lay.tp if lay.ep > 1 and lay.sp else rows, max(1.0, s.experts / lay.ep), over
 
     def _handled(self, weights: float) -> float:
         """Returns the seconds that a micro-batch spends on `weights` weights beside their products."""
@@ -330,13 +316,22 @@ class BlockCosts:
         )
 
     def _reorders(self) -> tuple[float, float]:
-        """Returns seconds of copies that reorder gathered shares of several samples."""
-        lay = self.layout
-        if not (self.software.reorders and lay.sp and lay.tp > 1 and lay.micro_batch > 1):
+        """Returns seconds of copies of what tp sends with sp: shares of several samples reordered, or pieces added."""
+        s, lay, soft = self.shape, self.layout, self.software
+        whole = lay.tokens * s.hidden * ACT_BYTES
+        if not (lay.sp and lay.tp > 1 and soft.reorders):
             return 0.0, 0.0
-        copied = 2 * lay.tokens * self.shape.hidden * ACT_BYTES
-        forward, backward = 4, 6  # gathers and scatters of two products; in backward, what weights' gradients read too
-        return self._stream(forward * copied, forward), self._stream(backward * copied, backward)
+        if soft.overlap_tp and soft.dtensors:
+            added = self._stream(2 * (1 + 1 / lay.tp) * whole, 2)
+            return added, added
+        if lay.micro_batch == 1:
+            return 0.0, 0.0
+        # gathers and scatters of two products; in backward also what weights' gradients read, where that was not kept
+        gathered, again = whole * soft.bits / 16, 0 if soft.dtensors else 2
+        return (
+            self._stream(2 * (2 * gathered + 2 * whole), 4),
+            self._stream(2 * ((2 + again) * gathered + 2 * whole), 4 + again),
+        )
 
     def _casts(self) -> tuple[float, float]:
         """Returns seconds of scaling and casting what products in FP8 read: inputs and weights; gradients of outputs.
@@ -373,7 +368,8 @@ class BlockCosts:
             scatter = Message("reduce_scatter", "tp", whole, overlapped)
             forward += [gather] * read + [scatter] * added
             # the gather of the saved input for the weights' gradient runs beside the input's gradient
-            backward += [gather] * added + [scatter] * read + [Message("all_gather", "tp", gathered, True)] * read
+            backward += [gather] * added + [scatter] * read
+            backward += [Message("all_gather", "tp", gathered, True)] * (0 if self.software.dtensors else read)
         elif lay.tp > 1:
             forward += [Message("all_reduce", "tp", whole, overlapped)] * added
             backward += [Message("all_reduce", "tp", whole, overlapped)] * read

@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.costs.block import whole_gradients, whole_in_pipeline
 from shardwise.costs.coded_state import decoded, resting
 from shardwise.costs.layout import Layout
 from shardwise.costs.rings import ACT_BYTES, merged_block
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import STATES, Software
+from shardwise.costs.software import STATES, Software, whole_gradients, whole_in_pipeline
 from shardwise.layout.offload import TIERS, in_tier, weights_on_host
 
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
@@ -118,7 +117,8 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
     tokens, t = lay.tokens, lay.tp
     stream = tokens * s.hidden * ACT_BYTES / (t if lay.sp else 1)
     if lay.recompute == "full":
-        return {"layer input": stream}
+        parts = software.in_parts and not s.experts
+        return {"layer input": stream} | ({"inputs of its parts": (1 + s.norms) * stream} if parts else {})
     kv = max(s.kv_width / t, s.kv_width / s.kv_heads)
     out = {
         "norm inputs": (1 if s.parallel else 2) * stream,

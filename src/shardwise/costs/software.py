@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout
+from shardwise.costs.software_variants import FSDP2_BYTES, VARIANTS
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout.flat_buckets import BUCKET_BYTES, ELEMENTS_PER_RANK
 from shardwise.layout.precisions import BYTES
-from shardwise.layout.zero_stages import ZeroStage
+from shardwise.layout.zero_stages import STAGES, ZeroStage
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ class Software:
     repeats_keys     keys and values are copied for each head of queries that reads them
     waits            what a compiled block sends for cp is waited for where it stands (functional collectives, traced)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
+    dtensors         tp by PyTorch's: products keep what sp gathered for their weights' gradients; those begun early are
+                     in pieces (fused_matmul_reduce_scatter), which are all written and then added up
     sums_once        under ZeRO-2 and 3 gradients stay whole, and are summed after the last micro-batch (FSDP's no_sync)
     pipelines_whole  so it is under a pipeline, beside nothing, and ZeRO-3 gathers a stage's weights once in a step
     widens           a gradient is copied into the dtype of its sum before it is added
@@ -122,6 +124,8 @@ class Software:
                      what no layer has: 2, or 1 where the output matrix is a unit and the embedding another
     stops_early      full recompute ends with the last tensor that backward reads, as torch's non-reentrant checkpoint
                      does: a dense layer's last product is not run again, nor what tp sends of it
+    weighs_first     a row is weighed before its expert's last product, so recompute that stops early ends before that
+    in_parts         full recompute is of a dense layer's norms, attention and feed-forward apart, whose inputs are kept
     in_backward      each parameter is updated as soon as its gradient is there, which is then freed
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
     fp8              how inputs of the layers' products are scaled where those are in FP8 or FP4, a key of FP8, else ""
@@ -151,7 +155,10 @@ class Software:
     unit_bytes: float = 0.0
     selective: str = "attention"
     stops_early: bool = False
+    in_parts: bool = False
+    weighs_first: bool = False
     reorders: bool = False
+    dtensors: bool = False
     one_sum: bool = True
     windows: bool = False
     split_sends: bool = False
@@ -209,10 +216,6 @@ LOSS_BYTES = {"fused": (6, 6), "torch": (14, 18), "parallel": (2 + 4 + 4 + 8 + 8
 # PyTorch's loss_parallel: in backward log-probabilities, the gradient of what was picked, exponents and their sum, each
 # in float32 (torch/distributed/tensor/parallel/loss)
 LOSS_PARALLEL = 16.0
-
-# fully_shard copies gathered weights out of its buffer (read and written in bf16, for forward and for backward) and
-# casts gradients to float32 on their way into the buffer that is scattered (torch/distributed/fsdp/_fully_shard)
-FSDP2_BYTES = 2 * (2 + 2) + (2 + 4)
 
 SOFTWARE: dict[str, Software] = {
     s.name: s
@@ -331,12 +334,15 @@ SOFTWARE: dict[str, Software] = {
             unit_bytes=FSDP2_BYTES,
             selective="products",
             ring="merged",
+            reorders=True,
+            dtensors=True,
             repeats_keys=True,
             waits=True,
             pipelines_whole=True,
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
             stops_early=True,
+            weighs_first=True,
             loss="torch",
             logit_peak_bytes=12.0,
             cut_logit_bytes=LOSS_PARALLEL,
@@ -348,69 +354,6 @@ SOFTWARE: dict[str, Software] = {
 }
 
 
-# The same software at another time, or with another switch: (name, of which, what differs)
-VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    (
-        "megatron-deepspeed", "megatron-2021",
-        {"accumulates": False, "widens": True, "states": "bf16-deepspeed", "grad_reduce_bytes": 4.0, "source":
-         "Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that copies each "
-         "gradient into float32 and adds that to its sum (deepspeed/runtime/bf16_optimizer.py)"},
-    ),
-    (
-        "deepspeed-2021", "megatron-2021",
-        {"split_sends": False, "prefetch": "none", "gathers_per_unit": 12, "gathers_again": True, "copies_us": 8.0,
-         "accumulates": False, "states": "fp16-apex", "source": "ZeRO-3 of DeepSpeed as run in Narayanan et al. 2021, "
-         "section 5.2"},
-    ),
-    (
-        "megatron-flash", "megatron-2021",
-        {"attention": "flash2", "split_sends": False, "grad_reduce_bytes": 4.0, "logit_peak_bytes": 6.0, "source":
-         "Megatron-LM of 2023 with --use-flash-attn, before Transformer Engine: nothing overlaps"},
-    ),
-    (
-        "megatron-core-unfused-loss", "megatron-core",
-        {"loss": "parallel", "source": "the same with the cross-entropy of its defaults: a float32 copy of the logits "
-         "that becomes softmax and gradient in place"},
-    ),
-    (
-        "nemo-2024", "nemo",
-        {"attention": "flash2", "loss": "parallel", "dispatch": "each", "source": "NeMo until 24.12: FlashAttention-2, "
-         "since its launcher switched cuDNN's attention off (NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml); "
-         "a cross-entropy that is not fused"},
-    ),
-    (
-        "deepseek-v2", "deepseek",
-        {"attention": "flash2", "overlap_ep": 0.0, "source": "DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a "
-         "FlashAttention-2 of their own; rows of experts are waited for (not counted: what shared experts hide of it)"},
-    ),
-    (
-        "automodel", "fsdp",
-        {"attention": "cudnn", "fused": True, "dispatch": "deepep", "states": "bf16-full", "source": "NeMo AutoModel: "
-         "FSDP2, kernels of Transformer Engine, DeepEP, all in bf16 (its examples/benchmark/configs)"},
-    ),
-    (
-        "internevo", "fsdp",
-        {"stops_early": False, "states": "bf16-grads", "loss": "fused", "kept_gathered": 0, "source": "InternEvo of "
-         "2023 and 2024: eager, FlashAttention-2 and its cross-entropy; gradients are reduced beside backward"},
-    ),
-    (
-        "torchtitan-eager", "torchtitan",
-        {"fused": False, "waits": False, "source": "torchtitan without torch.compile"},
-    ),
-    (
-        "torchtitan-2025", "torchtitan",
-        {"loss": "fused", "logit_peak_bytes": 4.0, "cut_logit_bytes": 0.0, "kept_gathered": 1, "source": "torchtitan "
-         "since April 2025: the loss is compiled too (pull request 1033): logits are read in bf16, their gradient is "
-         "written; embedding and output matrix are units of their own"},
-    ),
-    (
-        "torchtune", "torchtitan",
-        {"states": "bf16-full", "grad_reduce_bytes": 2.0, "logit_peak_bytes": 2 + 2 + 8 / 8, "cut_logit_bytes": 0.0,
-         "kept_gathered": 0, "source": "torchtune, compiled: all in bf16; logits in chunks (CEWithChunkedOutputLoss)"},
-    ),
-    *((f"{of}-no-sync", of, {"sums_once": True, "source": f"{of}, with no_sync"}) for of in ("torchtitan", "fsdp")),
-    ("torchtune-in-backward", "torchtune", {"in_backward": True, "source": "torchtune with optimizer_in_bwd"}),
-)  # fmt: skip
 for _name, _of, _changes in VARIANTS:  # some are variants of others
     SOFTWARE[_name] = replace(SOFTWARE[_of], name=_name, **_changes)
 
@@ -446,3 +389,29 @@ def _switched(software: Software, compiled: bool, early: bool, reduce_dtype: str
         overlap_tp=software.overlap_tp or early,
         grad_reduce_bytes=float(BYTES.get(reduce_dtype, software.grad_reduce_bytes)),
     )
+
+
+def whole_in_pipeline(software: Software, layout: Layout) -> bool:
+    """Whether a stage under ZeRO-2 or 3 keeps its gradients whole and sums them once, after all micro-batches.
+
+    Under ZeRO-3 it then gathers its weights once."""
+    return software.pipelines_whole and layout.sharded.gradients and layout.pp > 1
+
+
+def whole_gradients(software: Software, layout: Layout) -> bool:
+    """Whether gradients under ZeRO-2 and 3 stay whole until those of the last micro-batch are there, and are summed."""
+    between = software.sums_once and layout.sharded.gradients and layout.n_micro * layout.rounds > 1
+    return between or whole_in_pipeline(software, layout)
+
+
+def handled_bytes(software: Software, layout: Layout) -> float:
+    """Returns the bytes moved for each weight in a micro-batch beside its products: gradient sums, ZeRO-3's copies."""
+    gradient = STATES[software.states].on_wire
+    kept = whole_in_pipeline(software, layout)
+    if layout.sharded.weights and not kept:
+        return software.unit_bytes
+    # the stage that is named, on one rank too, whose gradients are shards by name
+    if (not STAGES[layout.zero].gradients or kept) and layout.n_micro * layout.rounds > 1:
+        widened = 2 * gradient if software.widens else 0  # a copy in the sum's dtype written, and read to be added
+        return 0.0 if software.accumulates else 2 + 2 * gradient + widened  # read, and the sum read and written
+    return 2 + gradient if software.buckets else 0.0

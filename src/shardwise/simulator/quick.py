@@ -9,11 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import whole_gradients, whole_in_pipeline
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import Software
+from shardwise.costs.software import Software, whole_gradients, whole_in_pipeline
 from shardwise.layout.schedule_kinds import KINDS, in_flight
 from shardwise.simulator.parts import (
     GAPS,

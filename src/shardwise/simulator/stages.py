@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.costs.block import whole_in_pipeline
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
+from shardwise.costs.software import whole_in_pipeline
 from shardwise.costs.wire import RankGroup
 from shardwise.layout.schedule_kinds import KINDS
 from shardwise.simulator.events import StreamOp, run
