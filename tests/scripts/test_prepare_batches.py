@@ -438,12 +438,20 @@ def replayed(plan: str | None, order: str) -> Found:
     return losses, weights_of(model)
 
 
-def kept(plan: str | None) -> Found:
-    """Two passes over a list of the loader's batches, behind an iterator that is never begun."""
+def kept(plan: str | None, deals: str) -> Found:
+    """Two passes over a list of the loader's batches, behind an iterator that is never begun, and batches of its own."""
     prepared, model, optimizer, loader = begin(plan, noisy(), batches(11, 4, shuffle=True))
     never_begun, held, losses = iter(loader), list(loader), []
-    for x, y in held * 2:
-        losses.append(stepped(prepared, optimizer, mse(model, x + 0.1 * torch.randn_like(x), y)))
+    own = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def step(x: torch.Tensor, y: torch.Tensor, like: bool) -> None:
+        x = x + 0.1 * torch.randn_like(x) if like else 1.5 * x
+        losses.append(stepped(prepared, optimizer, mse(model, x, y)))
+
+    for number, (x, y) in enumerate(held * 2):
+        if deals == "between" or (deals == "first" and not number):
+            step(*(prepared.deal(own, own[:, :2].cos()) if prepared else (own, own[:, :2].cos())), number > 2)
+        step(x, y, deals == "never" or number > 2)
     assert next(never_begun, None) is not None
     return losses, weights_of(model)
 
@@ -502,7 +510,7 @@ EQUAL: list[tuple] = [
     (another_loader, "dp_shard=2,zero=2", True), (another_loader, "dp_shard=2,zero=3", True),
     (permuted, "dp_shard=2,zero=3", "sample"), (graph, "dp_shard=2,zero=1", "model"),
     (replayed, "dp_replicate=2", "after"), (replayed, "dp_shard=2,zero=3", "before"),
-    (replayed, "dp_replicate=2", "zipped"), (kept, "dp_replicate=2"),
+    (replayed, "dp_replicate=2", "zipped"), (kept, "dp_replicate=2", "never"), (kept, "dp_replicate=2", "between"), (kept, "dp_shard=2,zero=3", "first"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (ahead, "dp_shard=2,zero=3", "cycled", "like"),
