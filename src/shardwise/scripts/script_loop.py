@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import gather_json
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
@@ -318,7 +319,10 @@ class Loop(Heard, Events):
     def _first_that_fits(self, call: Any, *, trains: bool) -> Handed | None:
         """Returns the batch that waits and has as many samples as a forward is given, else the first that waits."""
         waiting = self._waiting(*(self._left_waiting() if trains else ()))
-        return next((batch for batch in waiting if batch.fits(call)), waiting[0] if waiting else None)
+        fits = [batch.fits(call) for batch in waiting]
+        if trains and len({batch.dealt for batch in waiting}) > 1:  # of which some may be as many on this rank alone
+            fits = [all(of_ranks) for of_ranks in zip(*gather_json(fits, self.mesh.data, self.mesh.device), strict=True)]
+        return next((batch for batch, fit in zip(waiting, fits, strict=True) if fit), waiting[0] if waiting else None)
 
     def _waiting(self, *left: Handed) -> list[Handed]:
         """Returns the batches that the script has still to come to, first those that it made, which it makes to use."""
