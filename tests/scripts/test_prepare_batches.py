@@ -439,7 +439,7 @@ def replayed(plan: str | None, order: str) -> Found:
 
 
 def kept(plan: str | None, deals: str) -> Found:
-    """Two passes over a list of the loader's batches, behind an iterator that is never begun, and batches of its own."""
+    """Two passes over a list of the loader's batches, behind an iterator that is never begun; some of its own."""
     prepared, model, optimizer, loader = begin(plan, noisy(), batches(11, 4, shuffle=True))
     never_begun, held, losses = iter(loader), list(loader), []
     own = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

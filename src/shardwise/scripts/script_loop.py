@@ -321,7 +321,8 @@ class Loop(Heard, Events):
         waiting = self._waiting(*(self._left_waiting() if trains else ()))
         fits = [batch.fits(call) for batch in waiting]
         if trains and len({batch.dealt for batch in waiting}) > 1:  # of which some may be as many on this rank alone
-            fits = [all(of_ranks) for of_ranks in zip(*gather_json(fits, self.mesh.data, self.mesh.device), strict=True)]
+            by_rank = gather_json(fits, self.mesh.data, self.mesh.device)
+            fits = [all(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
         return next((batch for batch, fit in zip(waiting, fits, strict=True) if fit), waiting[0] if waiting else None)
 
     def _waiting(self, *left: Handed) -> list[Handed]:
