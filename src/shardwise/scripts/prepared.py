@@ -415,7 +415,8 @@ class Prepared(Stepping):
         if self._engine is None:
             raise InputError(
                 f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "
-                "called yet: call the model itself (model(...), in train mode), not its parts"
+                "called yet: call the model itself (model(...), in train mode), not its parts, and let a forward of it use "
+                "parameters that the script uses by itself (an nn.ParameterList)"
             )
         return self._engine
 
