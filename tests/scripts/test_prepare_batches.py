@@ -6,9 +6,13 @@ import itertools
 import queue
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections import UserDict
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,8 +40,9 @@ import shardwise
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
+from shardwise.ranks.process import STARTED_BY_IMPORT
 from shardwise.scripts.dealt import Dealer, deal
-from shardwise.scripts.reading import part_of_whole
+from shardwise.scripts.reading import from_workers, part_of_whole
 
 WORDS = 9
 Found = tuple[list[float], dict[str, torch.Tensor]]
@@ -389,6 +394,39 @@ def another_loader(plan: str | None, trains: bool) -> Found:
         for x, y in loader:
             losses.append(stepped(prepared, optimizer, mse(model, x, y)))
     return losses, weights_of(prepared or model)
+
+
+# --- workers that are not forked
+
+
+UNGUARDED = """
+import multiprocessing
+from shardwise.ranks.process import leave_where_imported
+leave_where_imported("told")
+process = multiprocessing.get_context("spawn").Process(target=print)
+process.start()
+process.join()
+print(process.exitcode)
+"""
+
+
+def test_a_process_that_imports_the_script_leaves_at_once_and_is_told(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    ran = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout.strip(), ran.stderr.strip()) == (str(STARTED_BY_IMPORT), "told")
+
+    class Loading:
+        _workers = (SimpleNamespace(exitcode=STARTED_BY_IMPORT),)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield 1
+            raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    with pytest.raises(InputError, match=r"comes to prepare: put what the script runs under `if __name__"):
+        list(from_workers(Loading()))
+    Loading._workers = ()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(from_workers(Loading()))
 
 
 # --- batches that the script draws, keeps or generates by itself

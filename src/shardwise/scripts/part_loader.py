@@ -34,6 +34,7 @@ from shardwise.scripts.reading import (
     Unfit,
     Watched,
     dims_of_samples,
+    from_workers,
     joins_by_itself,
     look_of,
     part_of_whole,
@@ -237,7 +238,7 @@ class PartLoader:
             loader = _like(self.whole, sampler, watched=watched)
         if loader.persistent_workers:
             self._persistent[watched] = loader, sampler
-        return iter(loader), sampler
+        return from_workers(iter(loader)), sampler
 
     def _indexed(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for batch in source:
