@@ -489,7 +489,7 @@ def kept(plan: str | None, deals: str) -> Found:
     for number, (x, y) in enumerate(held * 2):
         if deals == "between" or (deals == "first" and not number):
             step(*(prepared.deal(own, own[:, :2].cos()) if prepared else (own, own[:, :2].cos())), number > 2)
-        step(x, y, deals == "never" or number > 2)
+        step(x, y, deals == "never" or (deals == "first" and number > 2))
     assert next(never_begun, None) is not None
     return losses, weights_of(model)
 
