@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import shardwise
 
+torch.distributed.init_process_group("gloo")  # as scripts for torchrun do
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 x = torch.randn(32, 6)
@@ -62,6 +63,7 @@ state = prepared.state_dict()
 if torch.distributed.get_rank() == 0:
     total = sum(value.sum().item() for value in state.values())
     Path(sys.argv[1]).write_text(json.dumps({"losses": losses, "weights": total, "seen": seen}))
+torch.distributed.destroy_process_group()
 """
 
 

@@ -6,9 +6,13 @@ import itertools
 import queue
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections import UserDict
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,8 +40,9 @@ import shardwise
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.ranks import RankPool
+from shardwise.ranks.process import STARTED_BY_IMPORT
 from shardwise.scripts.dealt import Dealer, deal
-from shardwise.scripts.reading import part_of_whole
+from shardwise.scripts.reading import from_workers, part_of_whole
 
 WORDS = 9
 Found = tuple[list[float], dict[str, torch.Tensor]]
@@ -391,6 +396,39 @@ def another_loader(plan: str | None, trains: bool) -> Found:
     return losses, weights_of(prepared or model)
 
 
+# --- workers that are not forked
+
+
+UNGUARDED = """
+import multiprocessing
+from shardwise.ranks.process import leave_where_imported
+leave_where_imported("told")
+process = multiprocessing.get_context("spawn").Process(target=print)
+process.start()
+process.join()
+print(process.exitcode)
+"""
+
+
+def test_a_process_that_imports_the_script_leaves_at_once_and_is_told(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    ran = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout.strip(), ran.stderr.strip()) == (str(STARTED_BY_IMPORT), "told")
+
+    class Loading:
+        _workers = (SimpleNamespace(exitcode=STARTED_BY_IMPORT),)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield 1
+            raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    with pytest.raises(InputError, match=r"comes to prepare: put what the script runs under `if __name__"):
+        list(from_workers(Loading()))
+    Loading._workers = ()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(from_workers(Loading()))
+
+
 # --- batches that the script draws, keeps or generates by itself
 
 
@@ -415,13 +453,13 @@ def permuted(plan: str | None, scope: str) -> Found:
 
 def replayed(plan: str | None, order: str) -> Found:
     """Steps on batches of other sizes than the loader's, drawn or of a second loader, after or before its own step."""
-    loader, second = batches(24, 8, shuffle=True), batches(15, 5)
+    loader, second = batches(22 if order == "alike" else 24, 8, shuffle=True), batches(15, 5)
     prepared, model, optimizer, loader = begin(plan, noisy(), loader)
     second = prepared.split(second, trains=True) if prepared else second
     data, losses = torch.randn(14, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        x = 1.5 * x if order == "zipped" else x + 0.1 * torch.randn_like(x)
+        x = 1.5 * x if order in ("zipped", "alike") else x + 0.1 * torch.randn_like(x)
         losses.append(stepped(prepared, optimizer, mse(model, x, y)))
 
     def stored(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -432,18 +470,26 @@ def replayed(plan: str | None, order: str) -> Found:
         for number, (own, other) in enumerate(zip(loader, second, strict=True)):
             if order == "after":
                 step(*own)
-            step(*(other if order == "zipped" else stored(5 + number)))
+            step(*(other if order in ("zipped", "alike") else stored(5 + number)))
             if order != "after":
                 step(*own)
     return losses, weights_of(model)
 
 
-def kept(plan: str | None) -> Found:
-    """Two passes over a list of the loader's batches, behind an iterator that is never begun."""
+def kept(plan: str | None, deals: str) -> Found:
+    """Two passes over a list of the loader's batches, behind an iterator that is never begun; some of its own."""
     prepared, model, optimizer, loader = begin(plan, noisy(), batches(11, 4, shuffle=True))
     never_begun, held, losses = iter(loader), list(loader), []
-    for x, y in held * 2:
-        losses.append(stepped(prepared, optimizer, mse(model, x + 0.1 * torch.randn_like(x), y)))
+    own = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def step(x: torch.Tensor, y: torch.Tensor, like: bool) -> None:
+        x = x + 0.1 * torch.randn_like(x) if like else 1.5 * x
+        losses.append(stepped(prepared, optimizer, mse(model, x, y)))
+
+    for number, (x, y) in enumerate(held * 2):
+        if deals == "between" or (deals == "first" and not number):
+            step(*(prepared.deal(own, own[:, :2].cos()) if prepared else (own, own[:, :2].cos())), number > 2)
+        step(x, y, deals == "never" or (deals == "first" and number > 2))
     assert next(never_begun, None) is not None
     return losses, weights_of(model)
 
@@ -502,7 +548,8 @@ EQUAL: list[tuple] = [
     (another_loader, "dp_shard=2,zero=2", True), (another_loader, "dp_shard=2,zero=3", True),
     (permuted, "dp_shard=2,zero=3", "sample"), (graph, "dp_shard=2,zero=1", "model"),
     (replayed, "dp_replicate=2", "after"), (replayed, "dp_shard=2,zero=3", "before"),
-    (replayed, "dp_replicate=2", "zipped"), (kept, "dp_replicate=2"),
+    (replayed, "dp_replicate=2", "zipped"), (replayed, "dp_replicate=2", "alike"),
+    (kept, "dp_replicate=2", "never"), (kept, "dp_replicate=2", "between"), (kept, "dp_shard=2,zero=3", "first"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (ahead, "dp_shard=2,zero=3", "cycled", "like"),

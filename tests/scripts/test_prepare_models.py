@@ -245,6 +245,36 @@ def counting(plan: str | None) -> tuple:
     return [*losses, Counting.forwards], weights_of(prepared or model)
 
 
+class Holds(nn.Module):
+    """Gives parameters of a list a forward."""
+
+    def __init__(self, params: nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.params[0]).tanh() @ self.params[1]
+
+
+def parameters_alone(plan: str | None, called: bool) -> tuple:
+    params = made(lambda: nn.ParameterList([0.3 * torch.randn(6, 8), 0.3 * torch.randn(8, 2)]))
+    prepared, model, optimizer, loader = begin(plan, Holds(params) if called else params, batches(11))
+    losses = []
+    for x, y in loader:
+        x = x + 0.1 * torch.randn_like(x)
+        output = model(x) if called else (x @ model[0]).tanh() @ model[1]
+        losses.append(stepped(prepared, optimizer, (output - y).square().mean()))
+    return losses, weights_of(model)
+
+
+def in_eval_mode(plan: str | None) -> tuple:
+    """Trained as it is evaluated: with running statistics, and without dropout."""
+    model = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))).eval()
+    prepared, model, optimizer, loader = begin(plan, model, batches(11))
+    losses = [stepped(prepared, optimizer, mse(model, x, y)) for x, y in loader]
+    return losses, weights_of(model)
+
+
 # --- what cannot be dealt is refused
 
 
@@ -270,12 +300,16 @@ def sparse(plan: str) -> None:
 EQUAL: list[tuple] = [
     (in_parts, "dp_shard=2,zero=3", agent), (in_parts, "dp_shard=2,zero=3", several), (in_parts, "tp=2", agent),
     (in_parts, "dp_replicate=2", several), (in_parts, "dp_shard=2,zero=2", weighed), (in_parts, "tp=2", weighed),
+    (parameters_alone, "dp_replicate=2", False), (parameters_alone, "dp_shard=2,zero=3", False),
+    (parameters_alone, "tp=2", True), (in_eval_mode, "dp_shard=2,zero=3"),
     (judged, "tp=2"), (counting, "dp_shard=2,zero=3"), (counting, "tp=2"),
     (copied, "dp_shard=2,zero=2"),
     (copied, "dp_shard=2,zero=3"), (copied, "tp=2"), (thawed, "dp_shard=2,zero=3", "another"),
     (thawed, "dp_replicate=2", "another"), (thawed, "tp=2", "group"), (thawed, "dp_shard=2,zero=3", "group"),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
+    (parameters_alone, "dp_shard=2,zero=1", False), (parameters_alone, "dp_shard=2,zero=2", False),
+    (in_eval_mode, "dp_replicate=2"), (in_eval_mode, "dp_shard=2,zero=1"),
     (in_parts, "dp_replicate=2", agent), (in_parts, "dp_shard=2,zero=1", agent),
     (in_parts, "dp_shard=2,zero=2", agent), (in_parts, "tp=2,dp_shard=2,zero=2", agent),
     (in_parts, "dp_shard=2,zero=1", several), (in_parts, "dp_shard=2,zero=2", several), (in_parts, "tp=2", several),
@@ -289,6 +323,7 @@ test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
 REFUSED: list[tuple] = [
+    (parameters_alone, "tp=2", False, InputError, r"let a forward of it use parameters.*line \d+"),
     (thawed, "dp_replicate=2", "untold", InputError, "'0.0.weight', which was frozen at prepare.*thaws=True"),
     (by_the_old_one, "dp_replicate=2", InputError, r"replace_optimizer took the place of.*line \d+"),
     (no_rows, "dp_replicate=2", InputError, r"prepared.gather: .*\(2,\) has no row .*line \d+"),

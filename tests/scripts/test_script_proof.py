@@ -223,6 +223,7 @@ for number, (x, y) in enumerate(loader, 1):
 def test_a_remedy_is_tried_before_it_is_told(noise: str, cause: str, pool: RankPool, tmp_path: Path) -> None:
     """A model that shapes gradients by all samples: the loss of whole batches is no remedy, the model on them is."""
     shaped = PREPARED.replace("nn.Tanh()", "Shaped()").replace("\nmodel = nn", UNIT)
+    shaped = shaped.replace('="dp_replicate=2"', '="dp_replicate=2", check_loss=False')  # which would refuse it
     parity = prove(pool, tmp_path, shaped.replace("model(x", f"model(x{noise}"))
     assert parity.cause is not None and parity.cause.name == cause, parity.text()
     assert 'Take prepare(..., loss_scope="model")' in parity.cause.text and "it was tried" in parity.cause.text

@@ -266,15 +266,18 @@ def _choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> t
         f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
         "for all samples of a batch at once (the steps of a solver) comes out otherwise on each rank's part"
     )
+    by = " or ".join(dict.fromkeys(backwards))
     try:
         differs = again(asked)
     except Untried as why:
+        if backwards:
+            notice = f"whether {by} gives other gradients for a rank's part of the samples was not tried: {why}"
+            return [], [notice] if asked else []
         notice = f"{made}, and results differ by as much (not tried in float64: {why})"
         return [], [notice] if repeats and asked else []
     if differs is None or not asked:
         return [], []
     if backwards:
-        by = " or ".join(dict.fromkeys(backwards))
         return [f"{by} gives other gradients for a rank's part of the samples: in float64 {differs}. {_MIXED}"], []
     return [f"{made}: in float64 {differs}. Make the choice for each sample, or one that no value decides"], []
 

@@ -136,5 +136,5 @@ def _checksum(numbers: dict[str, int]) -> int:
 def _few(tensor: torch.Tensor, most: int) -> bytes:
     flat = elements(tensor)
     # evenly spaced, as bytes: a NaN equals itself, and -0.0 is not 0.0
-    few = flat[:: max(1, flat.numel() // most)][:most].cpu().contiguous()
+    few = flat[:: max(1, flat.numel() // most)][:most].cpu().clone()  # numpy would hold the memory that zero=3 frees
     return few.view(torch.uint8).numpy().tobytes() if few.numel() else b""

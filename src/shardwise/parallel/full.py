@@ -311,6 +311,8 @@ class FullShard:
                 param.grad = None
         if self._gradients is not None:
             self._gradients.take()
+        for unit in self.units:  # what a backward of the module's own ran again has no end that FSDP2 sees
+            unit.reshard()
         return self._used_now
 
     def _padded(self, whole: torch.Tensor) -> torch.Tensor:

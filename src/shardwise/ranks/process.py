@@ -211,10 +211,17 @@ def _hidden() -> str:
     return f". {', '.join(hiding)} stands before a module of Python's own: give it another name" if hiding else ""
 
 
+def leave_where_imported(said: str = "") -> None:
+    """End this process where another has spawned it and it imports the script still; `said` goes to its stderr."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.stderr.write(said)
+        sys.stderr.flush()
+        os._exit(STARTED_BY_IMPORT)
+
+
 def refuse_where_impossible() -> None:
     """Raises `InputError` where ranks cannot be started: in a rank that imports its script, without a fork server."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(STARTED_BY_IMPORT)  # the process that started this one tells, once
+    leave_where_imported()  # the process that started this one tells, once
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise InputError(f"ranks are started by a fork server, which Python does not offer on {sys.platform}")
     main = getattr(sys.modules.get("__main__"), "__file__", None)

@@ -36,13 +36,15 @@ def run_script(path: str, arguments: Sequence[str], shown: bool, profiled: str |
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
+    from shardwise.ranks.ended import say_ended  # torch, which the command that starts ranks does without
+    from shardwise.ranks.own_group import own_group
+
     try:
-        runpy.run_path(path, run_name="__main__")
+        with own_group(alone=False):
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as done:
         if done.code not in (None, 0):
             raise RunError(f"{path} ended itself: sys.exit({done.code!r})") from None
-    from shardwise.ranks.ended import say_ended  # torch, which the command that starts ranks does without
-
     say_ended()  # this process goes on to report, and others may wait for the script's next call
     if rank == "0" and ranks not in ("", "1") and not _JOINS & sys.modules.keys():
         sys.stderr.write(

@@ -34,6 +34,7 @@ from shardwise.scripts.entries import ClassAttributes, Entries
 from shardwise.scripts.gradient_arrivals import weakly
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.model_look import ModelLook, look_at_model, refuse_writes
+from shardwise.scripts.own_backwards import OwnBackwards
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
 from shardwise.scripts.script_lines import Notices, line_of_script, names_line
@@ -65,6 +66,8 @@ class Calls(Loop):
         self._looks = mesh.data.size > 1
         self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
+        asks = self._looks and check and not self.on_every_rank
+        self._own = OwnBackwards(model, mesh.world, mesh.device) if asks else None
         self._joined = set[nn.Module]()  # batch norms, over ranks
         self._classes = ClassAttributes(model)
         self.entries = Entries(model, self._routes)
@@ -282,7 +285,8 @@ class Calls(Loop):
         with said, self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
             if not self.on_every_rank:
-                look = look_at_model(engine, args, kwargs, samples, self._dim, self._gate, check=self._check)
+                own = (self._own, self.entries.now or self.model) if self._own is not None else None
+                look = look_at_model(engine, args, kwargs, samples, self._dim, self._gate, own, check=self._check)
             elif isinstance(engine.state.technique, FullShard):
                 refuse_writes(engine.module, args, kwargs, self._gate)
             phase.looked_at = False

@@ -72,7 +72,8 @@ UNFED = (
     "prepare was given no loader, so which samples the model is called with is not known: deal out each batch that the "
     'script makes, x, y = prepared.deal(x, y), before the model sees it; or take prepare(..., loss_scope="global"), '
     'which spreads the model over the samples that it is called with, or loss_scope="model", by which every rank runs '
-    "it on all of them. What no loss comes of (an action) is computed under torch.no_grad()"
+    "it on all of them. What no loss comes of (an action) is computed under torch.no_grad(). A model beside "
+    "another one of the loop is given its loader: prepare(model, optimizer, first.loader)"
 )
 
 

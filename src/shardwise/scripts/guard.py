@@ -4,7 +4,6 @@
     the model's parameter is not the one that the plan trains      replaced or unfrozen after `prepare`
     ranks that hold the same weights come to others                something moved on one rank alone
     a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples
-    no weight moves in the first steps                             the optimizer steps on other tensors
 
 Weights and buffers are compared after steps 1, 2, 4, 8 and so on, where an epoch ends, and before weights are saved.
 """
@@ -21,9 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.look.ranks_alike import HeldAlike, elements
+from shardwise.look.ranks_alike import HeldAlike
 from shardwise.look.unowned import not_trained
 from shardwise.parallel.fsdp import groups_of
 from shardwise.scripts.script_lines import names_line, refuse
@@ -148,8 +147,6 @@ def guard_conversion(model: nn.Module) -> None:
     vars(model)["_apply"] = types.MethodType(apply, model)
 
 
-_MOVED_BY = 3  # steps
-_FEW = 16  # elements of a weight
 _REMEDY = (
     "write it in the script instead, from outputs of all samples "
     '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
@@ -171,7 +168,6 @@ class FirstSteps:
 
     def __init__(self, engine: Engine) -> None:
         self._state, self._plan, self._steps = engine.state, engine.plan, 0  # that are done
-        self._begun: list[torch.Tensor] = []  # some elements of each weight, before the first step
         self.places = ParametersInPlace(engine.module)
         trained = set(engine.state.names)
         self._frozen = [(name, param) for name, param in engine.module.named_parameters() if name not in trained]
@@ -179,8 +175,6 @@ class FirstSteps:
 
     def before(self) -> None:
         """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
-        if self._steps == 0:
-            self._begun = [_some(slot.master).clone() for slot in self._state.technique.slots]
         if self._alike.is_due(self._steps + 1):
             self._check_places()
 
@@ -198,26 +192,8 @@ class FirstSteps:
         """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
         self._steps += 1
         self._state.notices += not_trained(self._state.module) if self._steps == 1 else []
-        if self._steps == _MOVED_BY:
-            self._check_movement()
         if self._alike.is_due(self._steps):
             self._alike(self._steps)
-
-    def _check_movement(self) -> None:
-        """Raise `RunError` where no weight moved, and the rate along a gradient would be seen in one."""
-        rate = max(float(group.get("lr", 0.0)) for group in self._state.optimizer.param_groups)
-        should = False
-        for slot, few in zip(self._state.technique.slots, self._begun, strict=True):
-            if not torch.equal(_some(slot.master), few):
-                return
-            if slot.master.grad is not None and len(few):
-                seen = 4 * torch.finfo(few.dtype).eps * float(few.abs().max())
-                should |= rate * float(_some(slot.master.grad).abs().max()) > seen
-        if should:
-            raise RunError(
-                f"the weights did not move in {_MOVED_BY} steps, although gradients and the learning rate are not "
-                "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
-            )
 
     @torch.no_grad()
     def again(self) -> None:
@@ -225,11 +201,6 @@ class FirstSteps:
         if self._steps:
             self._check_places()
             self._alike(self._steps)
-
-
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    flat = elements(tensor)
-    return flat[:: max(1, len(flat) // _FEW)]
 
 
 @names_line

@@ -26,6 +26,7 @@ from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.random import BatchDims
 from shardwise.scripts.guard import WRITTEN, Gate
+from shardwise.scripts.own_backwards import OwnBackwards
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 
@@ -66,13 +67,15 @@ def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Pla
 
 
 def look_at_model(
-    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, gate: Gate, *, check: bool = True
-) -> ModelLook:
+    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, gate: Gate,
+    own: tuple[OwnBackwards, nn.Module] | None, *, check: bool = True,
+) -> ModelLook:  # fmt: skip
     """Returns what a few samples show: batch norms, notices, dims. Collective; raises for modules that mix samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
     gate     open for the look's own reads, closed while the model's forward runs
+    own      the model's own backwards, and its module that the script calls
     check    False: only batch norm is looked for, by its modules
     """
     batch = (args, kwargs)
@@ -89,12 +92,16 @@ def look_at_model(
     batches = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
     made = _Made(sizes, dim or 0)
 
+    def outputs(module: nn.Module, call: tuple[tuple, dict]) -> list[Any]:
+        output = module(*call[0], **call[1])
+        return tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
+
     def evaluate(one: tuple[tuple, int]) -> Loss:
-        (given_args, given_kwargs), count = one
+        call, count = one
         at = next((at for at, asked in enumerate(batches) if asked is one), None)
         try:
             with gate.closed():
-                output = engine.module(*given_args, **given_kwargs)
+                leaves = outputs(engine.module, call)
         except FAILURES as error:
             if count == n or needs_gradients(error):
                 raise
@@ -102,16 +109,22 @@ def look_at_model(
                 f"the model takes {n} samples and fails on {count} of them ({first_line(error)}), of which "
                 f"each rank has a part{unplaced or _hint(dim)}"
             ) from error
-        leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
         if at is not None:
             made.shapes[at] = list(map(_shape, leaves))
         return _OfOutputs(leaves, count, made, engine.device)
+
+    def of_copy(module: nn.Module, one: tuple[tuple, int]) -> Loss:
+        return _OfOutputs(outputs(module, one[0]), one[1], made, torch.device("cpu"))
+
+    def again(asked: bool) -> str | None:
+        alone = [(places.cut(batch, at, at + 1), 1) for at in range(n)]
+        return own[0].differ(own[1], of_copy, batches[0], alone, asked) if own is not None else None
 
     try:
         findings = look(
             engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
             dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
-            again=lambda asked: None,
+            again=again,
         )  # fmt: skip
     except WritesWeights as written:
         raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None
@@ -125,7 +138,7 @@ def look_at_model(
         told = str(error).replace("the loss does not add up over samples: its sum", mixes)
         hint = unplaced or made.ragged() or _hint(dim)
         told = told.partition(". Return (sum, weight)")[0] + (hint if mixes in told else "")
-        raise RefusedPlan(f"{told}; {ON_EVERY_RANK}") from None
+        raise RefusedPlan(told if 'loss_scope="model"' in told else f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:
         engine.state.technique.expect_pieces()

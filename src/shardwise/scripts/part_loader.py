@@ -34,6 +34,7 @@ from shardwise.scripts.reading import (
     Unfit,
     Watched,
     dims_of_samples,
+    from_workers,
     joins_by_itself,
     look_of,
     part_of_whole,
@@ -117,7 +118,8 @@ class PartLoader:
 
     def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
         most = total = 0
-        self._told.begin_epoch()
+        if not self.is_pushed:  # whose batches have no last one
+            self._told.begin_epoch()
         try:
             for batch, dealt, checksum in self._read(self._batches(began, batches)):
                 self.part = dealt.part
@@ -128,7 +130,7 @@ class PartLoader:
                 if not self._compared:
                     self._compared = True
                     self._told.before_first(self._look, checksum)
-                self._told.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt))
+                self._told.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt), own=self.is_pushed)
                 yield batch
                 self._told.after_batch()
             self._told.after_all()
@@ -136,7 +138,8 @@ class PartLoader:
                 self.recorder.epoch_ends(uneven=total < most)
         finally:
             self._began = None
-            self._told.after_epoch()
+            if not self.is_pushed:
+                self._told.after_epoch()
 
     def _read(self, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
         """Batches as they are, each waited for within `reading`."""
@@ -235,7 +238,7 @@ class PartLoader:
             loader = _like(self.whole, sampler, watched=watched)
         if loader.persistent_workers:
             self._persistent[watched] = loader, sampler
-        return iter(loader), sampler
+        return from_workers(iter(loader)), sampler
 
     def _indexed(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
         for batch in source:
@@ -304,10 +307,11 @@ class Events:
     def before_first(self, look: list[float], checksum: int) -> None:
         """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
 
-    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
+    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None, *, own: bool = False) -> None:
         """A batch is handed out; `checksum` is equal on ranks that have parts of the same samples.
 
         dim     of its tensors that counts the samples, where known
+        own     the script has made it by itself
         """
         self.goes_on()
         self.local, self.ran, self.since = dealt.local, True, True

@@ -36,6 +36,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part.dispatch import Gathers
 from shardwise.part.parameters import read_outside
 from shardwise.random import Randomness
+from shardwise.ranks.process import leave_where_imported
 from shardwise.scripts import script_optimizer as optimizers
 from shardwise.scripts.agreement import Meeting, same_given
 from shardwise.scripts.calls import Calls, leader_of
@@ -56,6 +57,7 @@ from shardwise.scripts.proof.on_ranks import side_of
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
+from shardwise.scripts.reading import IMPORTED
 from shardwise.scripts.script_lines import names_line
 from shardwise.scripts.script_profile import asked_profile
 from shardwise.scripts.script_weights import OptimizerGuard, ScriptWeights
@@ -141,6 +143,7 @@ def prepare(
             f"prepare takes (model, optimizer, loader), and is given a {type(more[0]).__name__} too: leave it out: a "
             "scheduler goes on with its optimizer, another loader is prepared.split(loader)"
         )
+    leave_where_imported(f"shardwise: {IMPORTED}\n")
     proof = recorder()
     plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)
@@ -415,7 +418,8 @@ class Prepared(Stepping):
         if self._engine is None:
             raise InputError(
                 f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "
-                "called yet: call the model itself (model(...), in train mode), not its parts"
+                "called yet: call the model itself (model(...), in train mode), not its parts, and let a forward of it "
+                "use parameters that the script uses by itself (an nn.ParameterList)"
             )
         return self._engine
 

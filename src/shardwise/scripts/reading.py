@@ -14,7 +14,7 @@ import copy
 import ctypes
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +26,32 @@ from shardwise.checkpoint.holdings import generators as generators_held
 from shardwise.checkpoint.holdings import set_generator
 from shardwise.comm import Axis, gather_json
 from shardwise.device import current_device, generators
+from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
+from shardwise.ranks.process import STARTED_BY_IMPORT
+from shardwise.scripts.script_lines import refuse
 from shardwise.scripts.spread import tensors_of
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
 _MT19937_BYTES = 624 * 4 + 4  # its words and the place of the next one
 _LOOKED_AT = 16  # elements of a tensor
 _ATOMS = (int, float, str, bytes, type(None))
+
+
+IMPORTED = (
+    "a process that this script starts (a loader's worker, by spawn or forkserver) imports it and comes to prepare: "
+    'put what the script runs under `if __name__ == "__main__":`, or start workers by fork'
+)
+
+
+def from_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yields a loader's batches; `InputError` where a worker has come to `prepare` as it imported the script."""
+    try:
+        yield from batches
+    except RuntimeError:  # torch's: a worker has ended
+        if STARTED_BY_IMPORT in [worker.exitcode for worker in getattr(batches, "_workers", ())]:
+            refuse(InputError(IMPORTED))
+        raise
 
 
 class Unfit(Exception):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import gather_json
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
@@ -56,10 +57,13 @@ class Handed:
     traced  it has tensors, by which a forward is known to be of it
     met     a forward of it has begun
     spent   a backward of it is over
+    own     the script has made it by itself, and trains on it when it does
     """
 
-    def __init__(self, number: int, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
-        self.number, self.dealt, self.checksum, self.dim = number, dealt, checksum, dim
+    def __init__(
+        self, number: int, batch: Any, dealt: Dealt, checksum: int, dim: int | None, *, own: bool = False
+    ) -> None:
+        self.number, self.dealt, self.checksum, self.dim, self.own = number, dealt, checksum, dim, own
         self._tensors = [weakref.ref(tensor) for tensor in tensors_of(batch)]
         self.traced, self.met, self.spent = bool(self._tensors), False, False
 
@@ -112,6 +116,7 @@ class Loop(Heard, Events):
         self._now: Handed | None = None
         self._ahead: deque[Handed] = deque()  # that wait to be at hand
         self._last = 0  # batches that were handed out
+        self._gone_to = 0  # the number of the loader's batch that was at hand last
         self._open_epochs = 0  # loops over loaders that have begun and not ended
         self._over = False  # all of them have
         self._handed: list[Handed] = []  # in this epoch, that something of is there
@@ -129,15 +134,15 @@ class Loop(Heard, Events):
         self._passes("an epoch over the loader")
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
+        self._comes_to("input")
+
+    def begin_epoch(self) -> None:
+        """Count an epoch whose first batch is asked for: an iterator that is never begun has no end either."""
         if self._over:  # batches of it that were looked at are not waited for
             self._now = None
             self._ahead.clear()
         if not self._open_epochs:  # within another loader's loop its batch may be at hand, and is trained on later
             self._over, self._handed = False, []
-        self._comes_to("input")
-
-    def begin_epoch(self) -> None:
-        """Count an epoch whose first batch is asked for: an iterator that is never begun has no end either."""
         self._open_epochs += 1
 
     def begin_unfed(self) -> None:
@@ -190,11 +195,11 @@ class Loop(Heard, Events):
         if self.mesh.world.size > 1 and self.randomness == "global":
             same_samples(look, checksum, self.mesh.world, self.mesh.device)
 
-    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
+    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None, *, own: bool = False) -> None:
         """Begin with a batch that is handed to the script, or let it wait while another is still to be trained on."""
         dealt = dealt if self.whole is None else self._of_whole(dealt.part.total)
         self._last += 1
-        handed = Handed(self._last, batch, dealt, checksum, dim)
+        handed = Handed(self._last, batch, dealt, checksum, dim, own=own)
         self._handed = [*(one for one in self._handed if one.lives), handed]
         if handed.traced and (self._ahead or (self._now is not None and self._now.awaits)):
             self._ahead.append(handed)
@@ -207,6 +212,7 @@ class Loop(Heard, Events):
     def _begin(self, handed: Handed) -> None:
         """This batch is at hand from here on."""
         self._now, handed.spent, handed.met, self._drawn_like = handed, False, False, None
+        self._gone_to = self._gone_to if handed.own else handed.number
         self.other.since = False
         while self._ahead and self._ahead[0].number <= handed.number:
             self._ahead.popleft()
@@ -274,8 +280,8 @@ class Loop(Heard, Events):
 
     def _expected(self) -> Handed | None:
         """Returns the batch that a script which goes through kept ones goes on with: the one after the last."""
-        kept, last = [one for one in self._handed if one.lives], self._now.number if self._now else 0
-        return next((one for one in kept if one.number > last), kept[0] if kept else None)
+        kept = [one for one in self._handed if one.lives and not one.own]
+        return next((one for one in kept if one.number > self._gone_to), kept[0] if kept else None)
 
     def resume(self) -> None:
         """Begin dealing draws over the samples of the batch at hand."""
@@ -312,9 +318,17 @@ class Loop(Heard, Events):
 
     def _first_that_fits(self, call: Any, *, trains: bool) -> Handed | None:
         """Returns the batch that waits and has as many samples as a forward is given, else the first that waits."""
-        left = self._left_waiting() if trains else []
+        waiting = self._waiting(*(self._left_waiting() if trains else ()))
+        fits = [batch.fits(call) for batch in waiting]
+        if trains and len({batch.dealt for batch in waiting}) > 1:  # of which some may be as many on this rank alone
+            by_rank = gather_json(fits, self.mesh.data, self.mesh.device)
+            fits = [all(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        return next((batch for batch, fit in zip(waiting, fits, strict=True) if fit), waiting[0] if waiting else None)
+
+    def _waiting(self, *left: Handed) -> list[Handed]:
+        """Returns the batches that the script has still to come to, first those that it made, which it makes to use."""
         waiting = [batch for batch in (self._now, *self._ahead, *left) if batch is not None and batch.awaits]
-        return next((batch for batch in waiting if batch.fits(call)), waiting[0] if waiting else None)
+        return sorted(waiting, key=lambda batch: not batch.own)
 
     def _left_waiting(self) -> list[Handed]:
         """Returns the batches that a later one was trained on before: `for a, b in zip(...)` with b's step first."""
@@ -331,7 +345,7 @@ class Loop(Heard, Events):
             return like.dealt.local
         if self._over and not (self._ahead or (self._now is not None and self._now.awaits)):
             return None
-        waiting = [batch for batch in (self._now, *self._ahead) if batch is not None and batch.awaits]
+        waiting = self._waiting()
         if len({batch.dealt for batch in waiting}) > 1:
             waiting = [batch for batch in waiting if fits(batch.dealt.local.count)]
         return waiting[0].dealt.local if waiting else part

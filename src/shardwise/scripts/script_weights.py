@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +86,8 @@ class ScriptWeights:
         for name, param in prepared.model.named_parameters():
             if type(param) is DTensor:
                 param.__class__ = self.kind(DTensor, ParameterUse("whole", "sharded"))
+                if param.requires_grad and whole is not None:
+                    param.register_hook(_cut(weakref.ref(whole), weakref.ref(param)))
             elif type(param) is nn.Parameter and (name in cuts or name in state.pairs):
                 param.__class__ = self.kind(nn.Parameter, ParameterUse("whole", "share" if name in cuts else "pairs"))
             elif type(param) is nn.Parameter and param.requires_grad:
@@ -120,7 +122,7 @@ class ScriptWeights:
 
     def _runs(self) -> bool:
         """Whether the model's forward runs, or a backward, in which a block may run again."""
-        return self._calls.in_forward or torch._C._current_graph_task_id() != -1
+        return self._calls.in_forward or _in_backward()
 
     def gradient(self, param: Any, use: str) -> torch.Tensor | None:
         """Returns `param.grad`. Collective where it is gathered."""
@@ -152,15 +154,19 @@ class ScriptWeights:
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns a function of torch of these parameters."""
         name = getattr(func, "__name__", "")
-        if self.gate.is_open or name == "__hash__":
+        again = _in_backward() and any(isinstance(one, DTensor) for one in tensors_in((args, kwargs)))
+        if (self.gate.is_open and not again) or name == "__hash__":  # else by the script: FSDP's own reads no values
             return func(*args, **kwargs)
         args, kwargs = replaced(nn.Parameter, lambda param: vars(param).get("successor", param), (args, kwargs))
         uses = {type(one).script_use.values for one in tensors_in((args, kwargs)) if hasattr(type(one), "script_use")}
         if "never" in uses and reads_values(func):
             refuse(RefusedPlan(_PIECE.format(name or str(func))))
         if func is torch.autograd.grad and uses & _PIECES:
+            if again:
+                return self._whole.taken(*args, **kwargs)
             refuse(RefusedPlan(TAKEN))
-        in_forward = "sharded" in uses and self._calls.in_forward  # of another unit than the one that holds them
+        # of another unit than the one that holds them
+        in_forward = "sharded" in uses and (again or self._calls.in_forward)
         if in_forward and func == torch.Tensor.data.__set__:
             return self._whole.assign(*args)
         in_forward = in_forward and reads_values(func) and func != torch.Tensor.data.__get__  # to assign it
@@ -187,6 +193,16 @@ class ScriptWeights:
             return with_summed_gradient(param, axes) if use is not None and use.values == "once" else param
 
         return replaced(nn.Parameter, once, (args, kwargs))
+
+
+def _cut(whole: weakref.ref[Any], piece: weakref.ref[Any]) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """Returns a hook of a piece, to which a Function of the script's own that was given it sends a whole gradient."""
+
+    def arrives(gradient: torch.Tensor) -> torch.Tensor | None:
+        weights = whole()
+        return None if isinstance(gradient, DTensor) or weights is None else weights.cut(piece(), gradient)
+
+    return arrives
 
 
 def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights]) -> type:
@@ -229,6 +245,10 @@ def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights])
                 return func(*args, **(kwargs or {})) if weights is None else weights.call(func, args, kwargs or {})
 
     return ScriptWeightInFunctions
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class OptimizerGuard:

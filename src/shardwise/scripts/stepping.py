@@ -157,12 +157,6 @@ class Stepping(OverRanks):
     def _ready(self) -> None:
         """Raise `InputError` unless gradients may come to this model now; opens its step."""
         engine = self.engine
-        if not self.calls.called and engine.world_size > 1:
-            raise InputError(
-                "prepared.backward: the model itself was not called in train mode before. What a plan needs (the look "
-                "at the first batch, gathering, batch norm over ranks) happens around model(...): let the model's "
-                "forward call its parts"
-            )
         if self.calls.part is None and engine.data_ranks > 1:
             raise InputError(
                 "prepared.backward: the loader that was given to prepare has handed out no batch, so which samples the "

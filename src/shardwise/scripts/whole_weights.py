@@ -171,7 +171,7 @@ class WholeWeights:
         args, kwargs = replaced(torch.Tensor, whole, (args, kwargs))
         made = func(*args, **kwargs)
         views = any(one.untyped_storage()._cdata in copies for one in tensors_in(made))
-        if views and not self._script.calls.in_forward:
+        if views and self._script.calls.is_outside:
             raise RefusedPlan(READ.format(getattr(func, "__name__", func)))
         return made
 
@@ -184,6 +184,27 @@ class WholeWeights:
         calls = self._script.calls
         beside = () if calls.in_forward else calls.counted_once  # of the samples of all ranks
         return with_summed_gradient(whole, (*beside, *self._script.mesh.inner))
+
+    def taken(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns `torch.autograd.grad` within a backward by pieces, which a unit that ran again there has gathered."""
+        alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
+        pieces = [inputs] if alone else list(inputs)
+        units = [self._in_units.get(id(piece)) for piece in pieces]
+        gathered = [getattr(unit, "_unsharded_param", None) for unit in units]
+        there = [at for at, tensor in enumerate(gathered) if tensor is not None]
+        asked = [*pieces, *(gathered[at] for at in there)]
+        made = torch.autograd.grad(outputs, asked, *args, allow_unused=True, **kwargs)
+        gradients = list(made[: len(pieces)])
+        for at, whole in zip(there, made[len(pieces) :], strict=True):
+            if whole is not None:
+                share = self.cut(pieces[at], whole)
+                gradients[at] = share if gradients[at] is None else gradients[at] + share
+        if not unused and any(gradient is None for gradient in gradients):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if"
+                " this is the desired behavior."
+            )
+        return tuple(gradients)
 
     @torch.no_grad()
     def value(self, name: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
 from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.proof.recorder import BESIDE, SUMMED, ScriptRecorder, content_of, nudge, shortened
-from shardwise.scripts.reading import samples_of
+from shardwise.scripts.reading import from_workers, samples_of
 from shardwise.scripts.script_lines import refuse_call
 
 
@@ -50,7 +50,7 @@ class PlainLoader:
         return len(self.whole)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._epoch(iter(self.whole))  # which draws now, not when the first batch is asked for
+        return self._epoch(from_workers(iter(self.whole)))  # which draws now, not when the first batch is asked for
 
     def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
         most = samples = 0

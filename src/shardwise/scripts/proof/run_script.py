@@ -30,11 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import RunError, ShardwiseError
+from shardwise.ranks.own_group import own_group
 from shardwise.ranks.script import HIDDEN
 from shardwise.scripts.proof.receipts import files_of
 from shardwise.scripts.proof.recorder import Enough, ScriptJob, ScriptRecord, ScriptRecorder, recording, sketch
 from shardwise.scripts.proof.scratch import Scratch
-from shardwise.scripts.proof.torch_hooks import TorchHooks, own_group
+from shardwise.scripts.proof.torch_hooks import TorchHooks
 from shardwise.trace.double import KeepDouble
 
 _WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,

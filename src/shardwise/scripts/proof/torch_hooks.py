@@ -20,7 +20,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -256,23 +255,3 @@ def _bare(name: str) -> str:
     while before != name:
         before, name = name, _WRAPPED.sub(r"\1", name).replace("..", ".").lstrip(".")
     return name
-
-
-@contextmanager
-def own_group(*, alone: bool) -> Iterator[None]:
-    """Context: a script that sets up a process group finds this process's in the place of its own; as the one process
-    of a proof (`alone`) it is in none until then."""
-    begin, end = dist.init_process_group, dist.destroy_process_group
-
-    def join(*args: Any, **kwargs: Any) -> None:
-        if not dist.is_initialized():
-            begin("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    if alone and dist.is_initialized():
-        end()
-    dist.init_process_group, dist.destroy_process_group = join, lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        dist.init_process_group, dist.destroy_process_group = begin, end
-        join()  # whoever started this process ends it
