@@ -19,6 +19,7 @@ from typing import Any
 from shardwise.errors import InputError
 
 CHOSEN = "GLOO_SOCKET_IFNAME"
+_OTHER = ": other hosts do not reach it. Unset it, or give the interface of the hosts' network"
 _POLL_S = 0.02
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux' sockios.h
 _IPV6_TABLE = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
@@ -47,9 +48,9 @@ def unreachable(first_host: str) -> str:
         own.setdefault(name, []).append(address)
     for name in chosen.split(","):
         if name not in own:
-            return f"{CHOSEN}={chosen} on {socket.gethostname()}, which has {', '.join(own)}"
+            return f"{CHOSEN}={chosen} on {socket.gethostname()}, which has {', '.join(own)}{_OTHER}"
         if all(map(_is_loopback, own[name])):
-            return f"{CHOSEN}={chosen} on {socket.gethostname()}, where {name} is the host itself"
+            return f"{CHOSEN}={chosen} on {socket.gethostname()}, where {name} is the host itself{_OTHER}"
     return ""
 
 
@@ -62,8 +63,17 @@ def agree(store: Any, rank: int, world: int, problem: str, until: float) -> None
         time.sleep(_POLL_S)
         came = store.add("interfaces/came", 0)
     if store.check(["interfaces/problem"]):
-        told = store.get("interfaces/problem").decode()
-        raise InputError(f"{told}: other hosts do not reach it. Unset it, or give the interface of the hosts' network")
+        raise InputError(store.get("interfaces/problem").decode())
+
+
+def own_addresses() -> list[str]:
+    """Returns the addresses that gloo may listen at: of the interface that was chosen, or that the name resolves to."""
+    chosen = os.environ.get(CHOSEN, "").split(",")
+    if chosen != [""] and sys.platform == "linux":
+        return [address for name, address in addresses() if name in chosen]
+    with suppress(OSError):
+        return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)))
+    return []
 
 
 def _is_loopback(address: str) -> bool:

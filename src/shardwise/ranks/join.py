@@ -16,11 +16,11 @@ from shardwise.guard import points
 from shardwise.guard.diagnose import Deadlines
 from shardwise.ranks import attempts
 from shardwise.ranks.allocation import keep_freed_memory
-from shardwise.ranks.interfaces import agree, talk_over_reachable, unreachable
 from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.lost import greet
 from shardwise.ranks.meet import MEET_S, await_listener, meet
 from shardwise.ranks.mpi import here
+from shardwise.ranks.reach import talk_between_hosts
 from shardwise.ranks.scheduling import take_turns
 from shardwise.ranks.watching import be_watched
 
@@ -67,8 +67,7 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
         agent = attempts.agent_store(place.rank, place.world_size)
         store = attempts.fresh(agent, place.rank, place.world_size, meet_s)
         if place.master is not None:
-            talk_over_reachable(place.master[0])
-            agree(store, place.rank, place.world_size, unreachable(place.master[0]), until)
+            talk_between_hosts(store, place.rank, place.world_size, local_rank, place.master[0], until)
         options |= {"rank": place.rank, "world_size": place.world_size, "store": store}
         dist.init_process_group(_backend(local_rank), **options)
     else:
@@ -85,8 +84,8 @@ def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
     if place.one_host:
         _stay_home()
     else:
-        talk_over_reachable(met.first_host)
-        agree(met.store, met.rank, place.world_size, unreachable(met.first_host), time.monotonic() + meet_s)
+        until = time.monotonic() + meet_s
+        talk_between_hosts(met.store, met.rank, place.world_size, met.local_rank, met.first_host, until)
     store = dist.PrefixStore("group", met.store)
     options |= {"store": store, "rank": met.rank, "world_size": place.world_size}
     dist.init_process_group(_backend(met.local_rank), **options)
