@@ -37,7 +37,7 @@ OF_ENGINE = {
     "k8s": {"image": "registry/team/image:1", "volume": "claim", "minutes": 60},
     "sky": {"volume": "shared", "accelerator": "H100"},
 }
-PARAMETERS = list(itertools.product(engines.MODULES, CASES))
+PARAMETERS = list(itertools.product(engines.ENGINES, CASES))
 
 
 def job(engine: str, case: str = "one node", **changes) -> LaunchJob:
@@ -189,7 +189,7 @@ def test_names_with_spaces_reach_the_program_as_they_are(engine: str, tmp_path: 
 
 def test_a_secret_is_handed_on_by_its_name_alone(monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdef0123456789")
-    for engine in engines.MODULES:
+    for engine in engines.ENGINES:
         assert "abcdef0123456789" not in "".join(files(engine, "variables").values())
         with pytest.raises(InputError, match="value of WANDB_API_KEY would be written"):
             files(engine, "one node", command=("python", "x.py", "--key", "abcdef0123456789"))

@@ -33,8 +33,8 @@ SETTINGS = ["", "remat=full", "accumulate=2", "precision=bf16", "offload=optimiz
 
 def ran(name: str, plan: str, steps: int = 3) -> dict[str, Any]:
     """Take steps with every tensor large enough to move, the host's tier forced; returns losses and digests."""
-    forced, size = places.gains, activations.SMALL_BYTES
-    places.gains, activations.SMALL_BYTES = lambda device: True, 1
+    forced, size = places.has_own_memory, activations.SMALL_BYTES
+    places.has_own_memory, activations.SMALL_BYTES = lambda device: True, 1
     try:
         task = getattr(tasks, name)()
         engine = parallelize(task, plan)
@@ -45,7 +45,7 @@ def ran(name: str, plan: str, steps: int = 3) -> dict[str, Any]:
         out["put"] = sum(store.bytes_put for store in moved.stores) if moved is not None else 0
         engine.close()
     finally:
-        places.gains, activations.SMALL_BYTES = forced, size
+        places.has_own_memory, activations.SMALL_BYTES = forced, size
     return out
 
 

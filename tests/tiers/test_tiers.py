@@ -27,8 +27,8 @@ STEPS = 3
 
 def ran(name: str | Callable[[], Task], plan: str, clip: float | None, steps: int = STEPS) -> dict[str, Any]:
     """Take steps in small sub-groups, the host's tier forced; returns losses and digests of all that is trained."""
-    forced, size = places.gains, subgroups.SUBGROUP_BYTES
-    places.gains, subgroups.SUBGROUP_BYTES = lambda device: True, 20_000
+    forced, size = places.has_own_memory, subgroups.SUBGROUP_BYTES
+    places.has_own_memory, subgroups.SUBGROUP_BYTES = lambda device: True, 20_000
     try:
         task = getattr(tasks, name)() if isinstance(name, str) else name()
         engine = parallelize(task, plan, clip_norm=clip)
@@ -47,7 +47,7 @@ def ran(name: str | Callable[[], Task], plan: str, clip: float | None, steps: in
         out["file"] = engine.state.shards.size if engine.state.shards is not None else 0
         out["notices"] = [notice for notice in engine.notices if "nothing moves for" in notice]
     finally:
-        places.gains, subgroups.SUBGROUP_BYTES = forced, size
+        places.has_own_memory, subgroups.SUBGROUP_BYTES = forced, size
     return out
 
 
