@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.ranks import launchers
 NAMES = {name for family in launchers.LAUNCHERS for name in (*family.numbers, *family.job)}
 NAMES |= {*launchers.TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"}
 BIN = Path(sys.executable).parent
+PAIRS = count()  # of this process, which may have several at once
 ETC = Path("/etc/netns")  # of files that a namespace has in place of those in /etc
 
 
@@ -58,7 +60,8 @@ def linked(rate: str | None = None, network: str = "10.78.0.{}/24", *, named: bo
     if shutil.which("ip") is None or os.geteuid() != 0:
         raise NoHosts("needs root and ip, to make two hosts of this one")
     address, _, bits = network.partition("/")
-    made = [Host(f"sl{os.getpid()}{end}", address.format(at)) for at, end in enumerate("ab", 1)]
+    pair = next(PAIRS)
+    made = [Host(f"sl{os.getpid()}{end}{pair}", address.format(at)) for at, end in enumerate("ab", 1)]
     one, two = (host.name for host in made)
     lines = [
         f"ip netns add {one}",

@@ -12,19 +12,18 @@ from shardwise.ranks import reach
 
 
 @pytest.mark.parametrize("closed", [None, 1])
-def test_the_host_that_does_not_answer_is_told(closed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_that_does_not_answer_is_told(closed: int | None) -> None:
     """Three hosts, of two ranks each; that of one host's listener is gone before the others come."""
-    monkeypatch.setattr(reach, "own_addresses", lambda: ["127.0.0.1"])
     store, until = dist.HashStore(), time.monotonic() + 20
     listeners = [reach._listener() for _ in range(3)]
     ports = [listener.getsockname()[1] for listener in listeners]
     answers = []
     with ThreadPoolExecutor(6) as threads:
         for number, listener in enumerate(listeners):
-            first = threads.submit(reach.unanswered, store, 6, True, listener, until)
+            first = threads.submit(reach.unanswered, store, 6, True, listener, until, ["127.0.0.1"])
             while store.add("reach/hosts", 0) <= number:  # hosts are numbered as they come
                 time.sleep(0.001)
-            answers += [first, threads.submit(reach.unanswered, store, 6, False, listener, until)]
+            answers += [first, threads.submit(reach.unanswered, store, 6, False, listener, until, [])]
             if number == closed:
                 while not store.check([f"reach/{number}"]):
                     time.sleep(0.001)

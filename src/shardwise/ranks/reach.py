@@ -31,22 +31,27 @@ def talk_between_hosts(store: Any, rank: int, world: int, local_rank: int, first
     """
     talk_over_reachable(first_host)
     with _listener() as listener:  # open until all have agreed
-        problem = unreachable(first_host) or unanswered(store, world, local_rank == 0, listener, until)
-        agree(store, rank, world, problem, until)
+        problem = unreachable(first_host)
+        # asked in any case, since the others wait for this rank in it; with a problem of its own no host is tried
+        silent = unanswered(store, world, local_rank == 0, listener, until, [] if problem else own_addresses())
+        agree(store, rank, world, problem or silent, until)
 
 
-def unanswered(store: Any, world: int, first: bool, listener: socket.socket, until: float) -> str:
-    """Returns which other host does not answer the first rank of this one, as text; "" where all do. Collective."""
+def unanswered(store: Any, world: int, first: bool, listener: socket.socket, until: float, own: list[str]) -> str:
+    """Returns which other host does not answer the first rank of this one, as text; "" where all do. Collective.
+
+    own   addresses at which this host is reached; none: it says by itself why
+    """
     mine = -1
     if first:
         mine = store.add("reach/hosts", 1) - 1
-        place = [socket.gethostname(), listener.getsockname()[1], own_addresses()]
+        place = [socket.gethostname(), listener.getsockname()[1], own]
         store.set(f"reach/{mine}", json.dumps(place))
     came = store.add("reach/came", 1)
     while came < world and time.monotonic() < until:
         time.sleep(_POLL_S)
         came = store.add("reach/came", 0)
-    if not first or came < world:  # who did not come is told by others
+    if not first or not own or came < world:  # who did not come is told by others
         return ""
     hosts = store.add("reach/hosts", 0)
     for step in range(1, min(hosts, NEXT + 1)):
