@@ -275,7 +275,6 @@ def test_two_ranks_of_the_doctor_say_over_what_they_talk(pool):
 
     rows = pool.run(talk, 2)
     assert [row["sum"] for row in rows] == [3.0, 3.0] and {row["backend"] for row in rows} == {"gloo"}
-    assert all(row["latency_s"] > 0 and row["bytes_per_s"] > 0 for row in rows)
 
 
 def test_doctor_looks_at_everything_and_keeps_secrets(monkeypatch, tmp_path):

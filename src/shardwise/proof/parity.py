@@ -91,18 +91,13 @@ def verify(
     settings = replace(settings, limits=tuple(oracle.limits))
     try:
         record = _many(task, resolved, chosen, settings, parity, pool, timeout_s, say)
+        _refuse_other_samples(resolved, settings, record)
+        _judge(parity, resolved, settings, oracle, record)
+        if chosen.compile and parity.equal:
+            parity.second = _compiled(task, chosen, settings, pool, timeout_s, say)
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
-    _refuse_other_samples(resolved, settings, record)
-    _judge(parity, resolved, settings, oracle, record)
-    if chosen.compile and parity.equal:
-        say("verify: steps with compiled blocks, in the plan's precision")
-        try:
-            parity.second = _compiled(task, chosen, settings, pool, timeout_s)
-        except RefusedPlan as refusal:
-            parity.refused = str(refusal)
-            return parity
     if not parity.equal and parity.exceeded:
         say("verify: running both again, to find where they differ first")
         _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
@@ -156,9 +151,11 @@ class _SameTask:
         return resolve_task(self.task)
 
 
-def _compiled(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float) -> Parity:
+def _compiled(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float, say: Say) -> Parity:
     """Returns the proof of a plan with compiled blocks, in its own precision."""
     from shardwise.proof.own_precision import verify_precision
+
+    say("verify: steps with compiled blocks, in the plan's precision")
 
     def on_ranks(function: Any, _: int, *asked: Any) -> list[Any]:
         job, exact, *rest = asked

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 @contextmanager
 def own_group(*, alone: bool) -> Iterator[None]:
-    """Context: a script that sets up a process group finds this process's in the place of its own; as the one process
-    of a proof (`alone`) it is in none until then."""
+    """Context: a script that sets up a process group finds this process's in the place of its own.
+
+    alone   it is the one process of a proof, in no group until then
+    """
     begin, end = dist.init_process_group, dist.destroy_process_group
 
     def join(*args: Any, **kwargs: Any) -> None:

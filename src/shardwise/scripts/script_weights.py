@@ -105,9 +105,8 @@ class ScriptWeights:
         """Let parameters that the model had before the plan put others in their place answer as those: a script may
         have kept them in a list.
         """
-        for param, successor in {
-            id(param): (param, successor) for param, successor in left
-        }.values():  # a tied one once
+        once = {id(param): (param, successor) for param, successor in left}  # a tied one has several names
+        for param, successor in once.values():
             mark_like(successor, param)
             for hook in (param._backward_hooks or {}).values():
                 successor.register_hook(hook)
