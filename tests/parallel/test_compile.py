@@ -170,6 +170,7 @@ class Block(nn.Module):
         self.up, self.down, self.odd = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), odd
         self.calls, self.factor, self.rows = 0, 1.0, []
         self.term: Tensor | None = None
+        self.norm = nn.BatchNorm1d(8) if odd == "norm" else nn.Identity()
         self.idle = nn.Linear(WIDTH, 8)  # without a gradient
         self.register_buffer("seen", torch.zeros(()))
         if odd == "hook":
@@ -195,7 +196,7 @@ class Block(nn.Module):
             x = x * 1.5
         if self.odd == "reads" and x.sum() > -1e9:
             x = x * 1.5
-        return x + self.down(torch.tanh(self.up(x)) * self.factor)
+        return x + self.down(torch.tanh(self.norm(self.up(x))) * self.factor)
 
 
 class Odd(nn.Module):
@@ -222,10 +223,11 @@ EAGER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["leaves", "sometimes", "writes"])
-def test_what_blocks_leave_in_attributes_and_buffers(kind: str, pool: RankPool) -> None:
-    for _, notices in both(partial(odd, kind), "tp=2,remat=full", "aot_eager", pool):
-        assert not any("leaves" in notice for notice in notices)
+@pytest.mark.parametrize(("kind", "remat"), [("leaves", "full"), ("sometimes", "full"), ("writes", "full"),
+                                             ("norm", "none")])  # fmt: skip
+def test_what_blocks_leave_in_attributes_and_buffers(kind: str, remat: str, pool: RankPool) -> None:
+    for _, notices in both(partial(odd, kind), f"tp=2,remat={remat}", "aot_eager", pool):
+        assert not [notice for notice in notices if "leaves" in notice]
 
 
 @pytest.mark.parametrize("kind", EAGER)
