@@ -90,16 +90,16 @@ class _Compiled:
         self.forward = block.forward
         self.programs: dict[tuple, _Program] = {}
         self.left: set[_Attribute] = set()  # in which the block leaves a tensor
-        self.eager = False  # a trace failed
+        self.eager: set[bool] = set()  # modes (training or not) in which a trace failed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a mode (masks by global index, a ledger) must see every operation, which a compiled program does not run
-        if self.eager or is_in_torch_dispatch_mode():
+        if self.block.training in self.eager or is_in_torch_dispatch_mode():
             return self.forward(*args, **kwargs)
         try:
             return self._compiled(args, kwargs)
         except _NotWritten as failure:
-            self.eager = failure.lasting
+            self.eager |= {self.block.training} if failure.lasting else set()
             if not any(str(failure) in notice for notice in self.notices):  # of alike blocks the first
                 self.notices.append(f"compile leaves '{self.path}' and blocks like it as they are: {failure}")
             return self.forward(*args, **kwargs)

@@ -26,6 +26,16 @@ from shardwise.part.sums import plain
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, used
 
+# names that a trace for the compiler meets; of the second, an overload has no running statistics
+_TRACED = ("_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
+
+
+def _as_in_a_run(args: tuple, name: str) -> tuple:
+    """Returns the arguments of a traced batch norm as `native_batch_norm` takes them."""
+    if name == _TRACED[0]:
+        return (*args[:5], False, *args[5:])
+    return (*args[:3], None, None, *args[3:]) if len(args) == 6 else args
+
 
 def _of_channels(x: Any, t: torch.Tensor | None) -> torch.Tensor | None:
     """Returns this rank's channels of a weight or a statistic (C,), or None where the norm has none."""
@@ -41,11 +51,11 @@ def _lead(func: Any, x: Any, args: tuple) -> Part:
     raise Uncut(f"a batch norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
 
 
-@rule("native_batch_norm", "_native_batch_norm_legit")  # the second is what the compiler's trace meets
+@rule("native_batch_norm", *_TRACED)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
-    if len(args) == 6:  # the overload without running statistics
-        args, func = (*args[:3], None, None, *args[3:]), torch.ops.aten.native_batch_norm.default
+    if func._opname in _TRACED:
+        func, args = torch.ops.aten.native_batch_norm.default, _as_in_a_run(args, func._opname)
     x, weight, bias, mean, var, training, momentum, eps = args
     x = _lead(func, as_weights(x, weight, bias), args)
     own = [_of_channels(x, tensor) for tensor in (weight, bias)]
