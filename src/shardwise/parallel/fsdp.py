@@ -95,7 +95,7 @@ def partial_reductions(root: torch.nn.Module) -> list[torch.Tensor | None]:
 
 
 class _Announced:
-    """FSDP2's own way to gather, or to reduce, which first says that it is about to."""
+    """FSDP2's gather or reduction of a unit, which calls `say` before it runs."""
 
     def __init__(self, own: Any, say: Callable[[], None]) -> None:
         self._own, self._say = own, say
@@ -110,7 +110,7 @@ class _Announced:
 
 
 def announce(unit: FSDPModule, gathers: Callable[[], None], reduces: Callable[[], None]) -> None:
-    """Call a function each time before a unit is gathered, and one before its gradients are reduced."""
+    """Has `gathers()` called before each gather of a unit's weights, `reduces()` before each reduction of gradients."""
     for group in groups_of(unit):
         group._all_gather_comm = _Announced(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Announced(group._reduce_scatter_comm, reduces)
@@ -142,7 +142,7 @@ def put_shard(param: DTensor, whole: torch.Tensor) -> None:
 
 
 def around_gathers(unit: FSDPModule, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call a function before a unit's shards are read for a gather, and one when they have been."""
+    """Has `before()` called when a unit's shards are about to be read for a gather, `after()` when they have been."""
     for group in groups_of(unit):
         group.unshard = partial(_read, weakref.ref(group), before)
         group.wait_for_unshard = partial(_have_read, weakref.ref(group), after)
@@ -294,7 +294,7 @@ def know_detach() -> None:
 
 
 def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
-    """Let a unit refuse to run inside a transform of `torch.func`, where this version's units cannot."""
+    """Makes a unit raise `RefusedPlan` inside a transform of `torch.func`, where this torch's FSDP2 cannot run."""
 
     def refuse(*unused: Any) -> None:
         if transforming():
@@ -308,8 +308,8 @@ def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
 def await_unseen(unit: FSDPModule, inputs: Any, output: Any) -> None:
     """Lets FSDP2 gather a unit's weights for backward also where it does not see the gradient come.
 
-    It hooks the tensors of an output that torch's tree functions find. Hooked here are those in an object of one's
-    own, and, where an output is a view, its base: an operation in place on a view (`y = block(x); y += x`) drops the
+    FSDP2 hooks the output's tensors that torch's tree functions find. Hooked here are those in an object of the user's
+    class, and, where an output is a view, its base: an operation in place on a view (`y = block(x); y += x`) drops the
     view's hook.
     """
     # a view of an input: its base is the caller's, whose gradient comes when the unit's backward is over
@@ -324,7 +324,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def outlive(module: nn.Module, output: Any) -> Any:
-    """Returns a model's output with copies of parameters in it (a learned temperature): FSDP2 frees these next."""
+    """Returns a model's output, parameters in it (a learned temperature) copied, since FSDP2 frees their memory."""
     gathered = {param.untyped_storage()._cdata for param in module.parameters() if not isinstance(param, DTensor)}
 
     def keep(leaf: torch.Tensor) -> torch.Tensor:

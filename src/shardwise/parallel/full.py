@@ -86,7 +86,7 @@ class FullShard:
         elsewhere: Callable[[list[list[torch.Tensor]]], ShardMemory | None] | None = None,
         host: bool = False,
     ):
-        """Make shards of a module's units, and of what is in none.
+        """Shard the parameters of a module's units, and of what is in none.
 
         elsewhere  gives memory for the shards of units (flat, without values), which stay where that is None
         host       shards lie in the host's memory, beside their gradients and what the optimizer keeps
@@ -353,10 +353,7 @@ class FullShard:
         self.slots[index].master.grad = None if value is None else self._gradient(index)
 
     def place_gradient(self, index: int, whole: torch.Tensor | None) -> None:
-        """Set a parameter's gradient to this rank's piece of a whole tensor, where no backward has brought one.
-
-        None takes away what there is.
-        """
+        """Set a parameter's gradient to this rank's piece of a whole tensor, past backward; None takes it away."""
         param = self.params[index]
         if whole is None:
             torch.Tensor.grad.__set__(param, None)  # past what a script sees in the attribute's place
@@ -384,10 +381,7 @@ class FullShard:
 
     @torch.no_grad()
     def share_uncut(self) -> None:
-        """Give every rank the gradients of parameters that are not cut. Collective.
-
-        Before, the first of dp_shard alone has them divided and clipped.
-        """
+        """Give every rank the gradients of uncut parameters, as the first of dp_shard has clipped them. Collective."""
         gradients = [gradient for gradient in self._whole_gradients.values() if gradient.numel()]
         broadcast_together(gradients, self._shards, 0, "control")
 
@@ -442,7 +436,7 @@ class FullShard:
         return ready(self._outside(index, param))
 
     def full_gradient(self, index: int) -> Gathering:
-        """Gathers the whole gradient; None where no rank used the parameter."""
+        """Gathers the whole gradient, divided and clipped; None where no rank used the parameter."""
         if index in self._whole_gradients:
             gradient = self._whole_gradients[index].clone()
             if gradient.numel():  # the first of dp_shard alone has divided and clipped it

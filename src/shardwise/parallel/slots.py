@@ -46,7 +46,7 @@ class ShardMemory(Protocol):
         """Called before the shards of a unit, by its number, are read."""
 
     def after_gather(self, unit: int) -> None:
-        """Called when they have been."""
+        """Called when the shards of a unit have been read."""
 
     def let_go(self) -> None:
         """Let go of what was read or written by others than gathers."""

@@ -37,7 +37,7 @@ class Owners:
     __slots__ = ("__dict__", "__weakref__", "_hash", "_key", "ranks", "stops", "who")
 
     def __init__(self, stops: np.ndarray, who: np.ndarray, ranks: int):
-        """`stops` (runs,) ascending, the last one the dim's size; neighbouring runs may have one owner."""
+        """`stops` (runs,) ascending, the last one the dim's size; `who` (runs,) the rank that owns each run."""
         # empty runs are dropped and neighbours of one owner joined: equal owners have equal bytes, by which they are
         # compared and remembered
         lengths = np.diff(stops, prepend=0)
@@ -246,7 +246,7 @@ def joined(parts: tuple[Owners, ...]) -> Owners:
 
 
 def blocks_within(n: int, ranks: int, inside: Owners | None) -> Owners:
-    """Returns owners of `n` indices in blocks, one a rank; where an axis further in deals them, of each inner share."""
+    """Returns owners of `n` indices, one block a rank; with `inside`, each inner rank's indices are dealt so."""
     if inside is None:
         return Owners.blocks(n, ranks)
     dealt = np.empty(n, dtype=np.int16)

@@ -22,7 +22,7 @@ TAG = "activations"
 
 @lru_cache(REMEMBERED)
 def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
-    """Returns which indices each rank fetches for a result whose index j shows index `source[j]`, on owner j."""
+    """Returns what each rank fetches for a result, dealt by `owners`, whose index j shows index `source[j]`."""
     places = np.asarray(source, dtype=np.int64)
     return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
 
@@ -103,7 +103,7 @@ class _Way:
     order: np.ndarray | None  # (found,) places of what is received, in the order in which it was wanted
     inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where side by side
     around: tuple[int, int]  # wanted ones that do not exist, before and behind those that do and are in order
-    wanted: int
+    wanted: int  # indices, those that do not exist among them
     alone: bool  # no rank wants anything of another
 
 

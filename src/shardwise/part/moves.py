@@ -200,7 +200,7 @@ Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost 
 
 
 def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
-    """Returns how axes further out than `axis` cut a tensor."""
+    """Returns (dim, owners, axis) of each cut of a tensor over axes further out than `axis`, outermost first."""
     layers: list[tuple[int, Owners, Axis]] = []
     while isinstance(tensor, Part) and tensor.axis.depth < axis.depth:
         layers.append((tensor.dim_cut, tensor.owners, tensor.axis))

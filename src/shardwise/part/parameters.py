@@ -45,8 +45,8 @@ from shardwise.trace.own_calls import by_a_module
 class _Own(threading.local):
     """The switches of this thread: backward, which may compute a block again, runs in threads of its own."""
 
-    axes: tuple[Axis, ...] = ()
-    ahead: bool = False
+    axes: tuple[Axis, ...] = ()  # of `own_rows`
+    ahead: bool = False  # of `read_ahead`
 
 
 _OWN = _Own()
@@ -296,7 +296,7 @@ _PLAIN = frozenset(("__get__", "__set__", "requires_grad_", "size", "numel", "di
 
 
 class PastAttributes(TorchFunctionMode):
-    """While entered, gives a function that a module's code calls on a trained parameter what its attribute gives.
+    """Mode in which functions of torch, called on a trained parameter by a module's code, get what its attribute gives.
 
     met  called where that happens
     """

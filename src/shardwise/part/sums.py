@@ -30,7 +30,7 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Sum(Distributed):
-    """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once taken."""
+    """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once it is reduced."""
 
     __module__ = "torch"  # where opt_einsum and others look for the library whose functions an array takes
 

@@ -71,7 +71,7 @@ class ExpertCall:
 
 @dataclass(frozen=True)
 class Stack:
-    """One module of experts: how many, its stacked parameters, and the numbers in it that count them."""
+    """One module of experts: its stacked parameters, and which of its integer attributes (`counters`) count them."""
 
     path: str
     experts: int
@@ -210,7 +210,7 @@ def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
 
 @contextmanager
 def counting(child: nn.Module, counters: tuple[str, ...], experts: int) -> Iterator[None]:
-    """Context: the module's counters are the number of experts held here."""
+    """Context: the module's integer attributes `counters` hold `experts`, the number on this rank."""
     before = {name: vars(child)[name] for name in counters}
     vars(child).update(dict.fromkeys(counters, experts))
     try:

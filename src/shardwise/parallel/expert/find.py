@@ -262,7 +262,7 @@ class _Failed(Exception):
 
 
 def _trial(built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
-    """Returns the stack with its counters. Raises `_Failed`."""
+    """Returns the stack with the `counters` that a trial found; `_Failed` where it does not behave as experts do."""
     try:
         return _trial_in(torch.float64, built, seen, stack, ranks)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # kernels without float64
@@ -360,7 +360,7 @@ class _Trial:
             )
 
     def counters(self, ranks: int) -> tuple[str, ...]:
-        """Returns the attributes to set to the number of experts here, so that slices of the experts give the same."""
+        """Returns the integer attributes to set to a rank's number of experts so that its slice gives what all give."""
         named = [name for name, value in vars(self.child).items() if type(value) is int and value == self.experts]
         # none, all, one, two: an attribute may equal the number of experts without counting them (a width)
         choices = [(), tuple(named), *((name,) for name in named)]

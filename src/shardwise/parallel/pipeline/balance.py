@@ -26,7 +26,7 @@ def uses_led(flow: Flow) -> list[tuple[int, int]]:
 
 
 def costs_of(flow: Flow) -> Prefix:
-    """Returns the costs of the operations that a stage is charged for, by time."""
+    """Returns sums, over spans of time, of the costs (`FlowOp.cost`) of the operations that a stage is charged for."""
     # `inner`: of a gradient that the forward takes; its backward is computed on the stage that computed its forward
     forward = [op for op in flow.ops if not op.inner]
     return Prefix([op.time for op in forward], [op.cost for op in forward])

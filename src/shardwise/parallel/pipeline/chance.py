@@ -31,7 +31,7 @@ from shardwise.trace.flow import Flow, ModuleCall
 def repeated(flow: Flow, other: Flow) -> frozenset[str]:
     """Returns the paths of modules whose number of calls differs between two forwards.
 
-    None of them where the other modules are called in another order.
+    Empty where the other modules are called in another order.
     """
     first, second = (Counter(path for path, _ in forward.order) for forward in (flow, other))
     paths = frozenset(path for path in first | second if first[path] != second[path])

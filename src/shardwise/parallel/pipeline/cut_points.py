@@ -43,10 +43,10 @@ WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the ne
 def find_places(
     flow: Flow, *, own: bool = False, functions: bool = False
 ) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
-    """Returns (places to cut, in order; every other call, with a tensor that crosses it and that has no holder).
+    """Returns (cut points in order, other calls: each with the number of a crossing tensor that nobody holds there).
 
-    own        what a caller's code keeps to itself can be taken hold of too
-    functions  of calls of torch's functions by forwards' own code, not of submodules
+    own        what a caller's code keeps to itself counts as held too
+    functions  cut points are calls of torch's functions by forwards' own code, not of submodules
     """
     places, others = [], []
     callers = {(call.path, call.place): call for call in (flow.root, *flow.calls())}
@@ -247,7 +247,7 @@ def _in_the_way(flow: Flow, module: nn.Module, places: list[CutPoint], others: l
             ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
             "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
         )
-    why = ""
+    why = ""  # a later reason replaces an earlier one: it bars more places
     last = places[-1].call.enter if places else 0
     if missed := [(call, number) for call, number in others if call.enter > last] or others:
         call, number = missed[-1]
@@ -271,6 +271,7 @@ def _made_in(flow: Flow, number: int) -> str:
 def _named(
     flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]], named: Sequence[str]
 ) -> list[CutPoint]:
+    """Returns the place at each module that the user named. Raises `InputError`, or `RefusedPlan` with the reason."""
     paths = {path for path, _ in module.named_modules() if path}
     by_path: dict[str, CutPoint] = {}
     for place in places:

@@ -74,9 +74,9 @@ def _hidden(call: ModuleCall, skips: Sequence[Skip]) -> bool:
 def found_by(
     flow: Flow, stop: int, entry: CutPoint | None, skips: Sequence[Skip], last: CutPoint | None
 ) -> dict[int, By]:  # fmt: skip
-    """Returns, by index of each gradient that a stage takes or that crosses its end `last`, where it has its inputs.
+    """Returns, by index in `flow.taken` of a gradient that a stage takes or that crosses its end, where its inputs are.
 
-    Of each input: the holder, True where it was sent by the stage before, None where the stage lacks it.
+    Each input: its holder, True where the stage before sent it, None where the stage lacks it. `last`: the stage's end.
     """
     here = [k for k, taken in enumerate(flow.taken) if taken.enter < stop]
     if last is not None:

@@ -107,7 +107,7 @@ def _conflict(cuts: list[_Cut], runs_on: bool) -> str:
 
 
 def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
-    """Returns (for each forward, by tensor number: the sides with its right values; why no cut can be here, or "")."""
+    """Returns (sides[forward][tensor number], as bits, with its right values; why no cut can be here, or "")."""
     had: list[list[int]] = []
     for cut in cuts:
         sides, why = _sides(cut, runs_on, cuts, had)
@@ -143,9 +143,9 @@ def _of_buffers(flow: Flow, place: CutPoint) -> dict[int, int]:
 
 
 def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> tuple[list[int], str]:
-    """Returns (by tensor number: the sides with its right values in this forward; why no cut can be here, or "").
+    """Returns (sides[tensor number], as bits, with its right values; why no cut can be here, or "").
 
-    had  the same of the forwards before it
+    had  the sides of the forwards before this one
     """
     flow = cut.flow
     sides = [BOTH] * len(flow.made)
@@ -177,7 +177,7 @@ def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> 
 
 
 def _holders(cut: _Cut, param: int) -> int:
-    """Returns the sides whose stages hold a parameter: those that use it."""
+    """Returns the sides (bits BEFORE, AFTER) whose stages hold a parameter: those that use it."""
     used = {number for number, other in cut.flow.parameters.items() if other == param}
     sides = 0
     for op in cut.flow.ops:

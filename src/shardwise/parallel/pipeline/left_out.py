@@ -135,7 +135,7 @@ RAISED = (IndexError, RuntimeError)  # by kernels, `LinAlgError` among them
 
 
 class OnNothing(TorchFunctionMode):
-    """Mode in which functions that raise give results of the right shape, until `begun()` is true."""
+    """Mode in which functions of torch that fail on made-up inputs give NaN of the right shape, until `begun()`."""
 
     def __init__(self, begun: Callable[[], bool]):
         super().__init__()

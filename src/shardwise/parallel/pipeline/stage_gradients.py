@@ -88,10 +88,10 @@ class Walk:
 
 
 class Tape:
-    """The rounds of one stage in one micro-batch.
+    """What one stage exchanges with its neighbours in one micro-batch, for gradients that the forward takes itself.
 
-    over      which of the forward's gradients go back over its beginning
-    by        for each of them, where this stage has what it is taken by
+    over      indices of those that go back over the stage's beginning
+    by        index -> where this stage has the tensors that the gradient is taken with respect to
     """
 
     def __init__(self, talk: Talk, stage: int, batch: int, over: Collection[int], by: dict[int, By]):
@@ -193,12 +193,12 @@ class Tape:
             self._spread(walk, turn.gave, answer)
 
     def _collect(self, walk: Walk) -> None:
-        """Add the gradients that the stages before have of the tensors by which the walk's is taken."""
+        """Adds to `walk.grads` the summands that the stages before have."""
         _, answer = self._ask(walk, "collect", [])
         walk.grads = [_sum(here, there) for here, there in zip(walk.grads, answer, strict=True)]
 
     def _ask(self, walk: Walk, kind: str, gradients: Some, target: int = 0) -> tuple[dict, list]:
-        """Send a question to the stage before. Returns (words, tensors) of its answer. Waits."""
+        """Asks the stage before; returns its answer ({"more": it has to be asked again}, gradients). Waits."""
         gave = [None if gradient is None else settled(gradient) for gradient in gradients]
         words = {"kind": kind, "batch": self.batch, "target": target, "index": walk.index, "create": walk.create,
                  "final": walk.final is not None, "first": not walk.asked}  # fmt: skip
@@ -213,7 +213,7 @@ class Tape:
     # --- what the stage after asks
 
     def answer(self, words: dict[str, Any], tensors: Some) -> None:
-        """Do what the stage after asks by these words, and send it the gradients."""
+        """Does what the stage after asks (`words` and `tensors` as `_ask` sends them), and sends it the gradients."""
         if words["first"]:
             final: list | None = [] if words["final"] else None
             by = [] if words["final"] else self.have.get(words["index"], [])

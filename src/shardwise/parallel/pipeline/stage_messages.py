@@ -99,7 +99,7 @@ class Mail:
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
 
     def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
-        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives one's key."""
+        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives each its `key`."""
         self._key_of = key_of
         self._coming = {
             (FORWARD if kind == "F" else BACKWARD, rank): deque((a, b, first + batch) for a, b, batch in messages)
@@ -142,10 +142,10 @@ class Mail:
         ]
 
     def send_backward(self, stage: int, batch: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Send gradients (`.grad`) of what stage `stage` was sent, where they are needed, to the stage before.
+        """Send the gradients (`.grad`) of the tensors that stage `stage` received, where needed, to the stage before.
 
-        Which of several backward came to goes with them: what it did not reach has no gradient in one process, and an
-        optimizer leaves it alone, which it would not do for zeros.
+        Of several, a byte each says whether backward reached it: what it did not reach has no gradient in one process,
+        and an optimizer leaves that alone, which it would not do for zeros.
         """
         # cut as the hidden states are, since that is what the stage before was told to expect
         gradients = [
@@ -213,7 +213,7 @@ class Mail:
             self._exchange(going, [])
 
     def _exchange(self, going: list[RankMessage], coming: list[RankMessage]) -> list[Pending]:
-        """Begin messages together; returns what to wait for, of each that comes."""
+        """Begin messages together; returns a `Pending` for each that comes, in order."""
         sent, received = exchange(going, coming, self.axis)
         self._under_way += [(pending, message.tensor) for pending, message in zip(sent, going, strict=True)]
         return received
@@ -284,7 +284,7 @@ class Mail:
         ]
 
     def _like(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
-        """Returns new tensors of a message's shapes and dtypes; waits for the sender to tell these, if not known."""
+        """Returns empty tensors of a message's shapes and dtypes; receives these first where they are not known yet."""
         boundary = min(source, goal)
         if (boundary, key) not in self._specs:
             self._specs[boundary, key] = self._hear(boundary, batch)
@@ -383,7 +383,7 @@ BY_NAME = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.b
 
 
 class Talk:
-    """Words (integers) between this rank's stages and their neighbours. `owner` gives each stage's rank on the axis."""
+    """Sends dicts (as JSON) and tensors between stages that are neighbours. `owner`: each stage's rank on the axis."""
 
     def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
         self.owner, self.device = owner, device
@@ -392,7 +392,7 @@ class Talk:
         self._under_way: list[tuple[Pending, torch.Tensor]] = []
 
     def say(self, source: int, goal: int, words: dict[str, Any], tensors: Sequence[torch.Tensor | None] = ()) -> None:
-        """Send from stage `source` to stage `goal`; waits for nobody."""
+        """Send `words` (as JSON) and tensors from stage `source` to stage `goal`; waits for nobody."""
         self._under_way = [(pending, kept) for pending, kept in self._under_way if not pending.over]
         plain = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
         specs = [None if tensor is None else [str(tensor.dtype), list(tensor.shape)] for tensor in plain]
@@ -404,7 +404,7 @@ class Talk:
                 self._send(torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor, source, goal)
 
     def hear(self, source: int, goal: int) -> tuple[dict[str, Any], list[torch.Tensor | None]]:
-        """Receive at stage `goal` what stage `source` said next. Waits."""
+        """Returns the (words, tensors) that stage `source` said next to stage `goal`. Waits."""
         (length,) = read(self._receive(torch.zeros(1, dtype=torch.int64), source, goal), "length of a message")
         text = self._receive(torch.zeros(length, dtype=torch.uint8), source, goal)
         words, specs = json.loads(bytes(read(text, "words of a message")))

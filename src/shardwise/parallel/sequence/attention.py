@@ -80,7 +80,7 @@ _SEEN: list[list[AttentionCall]] = []
 
 @contextmanager
 def watching() -> Iterator[list[AttentionCall]]:
-    """Context: yields a list to which every attention of cut positions inside is added."""
+    """Context: yields a list to which an `AttentionCall` is added for every attention of cut positions inside."""
     _SEEN.append([])
     try:
         yield _SEEN[-1]
@@ -89,7 +89,7 @@ def watching() -> Iterator[list[AttentionCall]]:
 
 
 def explained(seen: Sequence[AttentionCall]) -> list[str]:
-    """Returns a line of text for each route that attention took: elements received there, and by the other route."""
+    """Returns a line of text for each route of attention: calls, elements received, and those by the other route."""
     counts = Counter((s.axis.name, s.axis.size, s.heads, s.elements) for s in seen)
     said = []
     for (name, size, heads, (here, there)), count in counts.items():

@@ -24,7 +24,7 @@ class Rounds:
 
 
 def _expanded(tensor: torch.Tensor, queries: int, reads: torch.Tensor | None) -> torch.Tensor:
-    """Returns keys or values with a head for each query head."""
+    """Returns keys or values with a head for each of `queries` query heads; `reads`: (H,) which each reads."""
     if reads is not None:
         return tensor.index_select(HEADS, to_device(reads, tensor.device))
     queries_per_key = queries // tensor.shape[HEADS]

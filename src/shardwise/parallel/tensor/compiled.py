@@ -153,7 +153,7 @@ class _Compiled:
         """Returns a program for calls like this one, compiled when it runs first.
 
         leaves   of the call's arguments, in the tree `spec`
-        places   which of them are tensors, with their layouts
+        places   which of them are tensors; layouts: of each of these, how it is cut
         """
         self._check_structure()
         # arguments other than tensors are constants of the program, which is why its key has them

@@ -76,7 +76,7 @@ def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: 
 
 @rule("convolution_backward")
 def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns the gradients of input, weight and bias of a convolution with the cuts of `convolution`."""
+    """Returns a convolution's (dx, dweight, dbias), cut as in `convolution`; None for each that is not asked for."""
     dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, g, mask = args
     rest = (stride, padding, dilation, transposed, output_padding)
     outer, inner = _channels(func, args, transposed, g)
@@ -218,7 +218,7 @@ for _dims, _plain, _back in (
 
 @label("convolution")
 def convolution_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a convolution: input channels are summed over as in a product; depthwise, each lies with its output."""
+    """Labels the output by w's output channels, x's with w's input channels; False where x or w has other labels."""
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)

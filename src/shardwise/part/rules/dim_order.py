@@ -121,7 +121,7 @@ label("transpose", "t", "numpy_T", "permute")(rearranged)
 
 @label("expand", "expand_copy")
 def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `x.expand(sizes)`: repeated elements have the label of the element that they repeat."""
+    """Labels `x.expand(sizes)`, repeated elements by the label of the one that they repeat. Always True."""
     x = args[0]
     if param_of(x) is not None and x.dim() > 1:
         name, dims_of_param = param_of(x)  # type: ignore[misc]
@@ -136,7 +136,7 @@ def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any)
 
 @label("repeat")
 def repeat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `x.repeat(times)`: labels are repeated as the elements are."""
+    """Labels `x.repeat(times)`: labels are repeated as the elements are. Always True."""
     x, times = args[0], list(args[1])
     labels = axes.labels(x)
     if labels is not None:

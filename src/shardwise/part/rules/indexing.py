@@ -257,7 +257,7 @@ def gather_of_tiles(input: torch.Tensor, dim: int, index: torch.Tensor, **option
 
 @label("gather")
 def gather_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `x.gather(dim, index)`: along the one dim with labels, an entry is read on the rank that has it."""
+    """Whether x of `x.gather(dim, index)` may be cut: it has labels along `dim` alone, and the index has none."""
     labels = axes.labels(args[0])
     if labels is None or axes.labels(args[2]) is not None:
         return labels is None

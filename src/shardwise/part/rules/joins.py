@@ -67,7 +67,7 @@ def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bo
 
 @label("cat", "stack")
 def cat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `cat` and `stack`: labels are joined; beside an unlabelled tensor they may not vary along the dim."""
+    """Labels `cat` and `stack`: labels are joined; False where they vary along the dim beside an unlabelled tensor."""
     # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % output.dim()

@@ -62,6 +62,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
     if func._schema.is_mutable and not is_part(x):
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
     dim, theirs = values.dim() - (x.dim() - place - mask.dim() + 1), mask  # of the values: the one that was selected
+    # the mask covers the cut dim: values lie in the order of what all ranks select, and each takes its own
     if place <= cut < place + mask.dim():
         whole = _whole_in_rehearsal(lead, mask)
         # in a rehearsal a share that was fetched has no values

@@ -261,7 +261,7 @@ def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output:
 
 
 def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any) -> bool:
-    """Labels a weight made of other weights and of whole tensors (a mask, a scale): it is cut as the first is.
+    """Labels a weight made of other weights and of whole tensors (a mask, a scale) as the first; False for others.
 
     What other weights have along one of its dims lies together with what it has there.
     """

@@ -168,7 +168,10 @@ def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor, *, k_of_x: int, k_of_w: int) -> bool:
-    """Labels a weight's product: the activation's meet those of its inner dim, the result has those of its outer."""
+    """Labels x's product with a weight: x's labels meet those of its inner dim, the output has those of its outer dim.
+
+    False where the weight is to stay whole (`tp_whole`) and x has labels along another dim than the summed one.
+    """
     name, dims = param_of(w)  # type: ignore[misc]
     if name in axes.frozen:
         return _by_whole_weight(axes, x, output, k_of_x)
@@ -209,13 +212,13 @@ def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: 
 
 @label("mm", "bmm")
 def mm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a matrix product: the activation's labels lie with those of the weight's inner dim."""
+    """Returns `_product_labels` of a matrix product: False where its inputs have to stay whole."""
     return _product_labels(axes, args[0], args[1], output)
 
 
 @label("addmm", "baddbmm")
 def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a product with a bias: the bias's labels lie with those of the product's last dim. Returns whether so."""
+    """Labels a product, its bias by the last dim; False where the product's inputs have to stay whole."""
     done = _product_labels(axes, args[1], args[2], output)
     bias, product = axes.labels(args[0]), getattr(output, "_axis_labels", None)
     if bias is not None and product is not None:
@@ -227,7 +230,7 @@ def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) 
 
 @label("_grouped_mm")
 def grouped_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a grouped product of rows by the matrix of their group: x (T, K) @ w (G, K, N)."""
+    """Labels x (T, K) @ w (G, K, N), rows by the matrix of their group; False where w is no such weight."""
     x, w = args[:2]
     if _weight(w) is None or w.dim() != 3 or x.dim() != 2:
         return False

@@ -189,7 +189,7 @@ _SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "
 
 @label(*REDUCTIONS)
 def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a reduction: indices that it runs over lie on one rank, or, in the loss, are summed over ranks."""
+    """Labels a reduction: what it runs over lies on one rank, or, in the loss, is summed; False for `max(x, other)`."""
     x, arguments, by_dims = args[0], arguments_of(func, args, kwargs), DimwiseRule(named)
     if "other" in arguments:  # max or min of two tensors, element by element
         return False

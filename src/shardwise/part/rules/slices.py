@@ -214,7 +214,7 @@ label("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_s
 
 @label("select", "unbind")
 def select_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `select` and `unbind`: labels that vary along the selected dim alone are kept whole on all ranks."""
+    """Labels `select` and `unbind`; labels that vary along the selected dim alone stay whole. Always True."""
     x = args[0]
     labels = None if param_of(x) is not None and x.dim() > 1 else axes.labels(x)
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()

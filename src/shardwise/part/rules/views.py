@@ -237,7 +237,7 @@ def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...])
     "view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "squeeze", "unsqueeze", "squeeze_", "unsqueeze_"
 )
 def view_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a view: labels are regrouped as the shapes are, since elements keep their order."""
+    """Labels a view: labels are regrouped as the shapes are, since elements keep their order. Always True."""
     x = args[0]
     if param_of(x) is not None:
         kept = _param_view(axes, x, output)
@@ -274,7 +274,7 @@ def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
 
 @label("view_as_complex")
 def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `view_as_complex(x)`: real and imaginary part of a number lie on one rank."""
+    """Labels `view_as_complex(x)`: real and imaginary part of a number lie on one rank. Always True."""
     x = args[0]
     if (param := param_of(x)) is not None:
         name, dims = param
@@ -291,7 +291,7 @@ def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, out
 
 @label("view_as_real")
 def view_as_real_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `view_as_real(x)`: as x, with a last dim more that is not labelled."""
+    """Labels `view_as_real(x)`: as x, with a last dim more that is not labelled. Always True."""
     x = args[0]
     if (param := param_of(x)) is not None:
         output._axes_of = (param[0], (*param[1], None))
