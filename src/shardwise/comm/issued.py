@@ -57,7 +57,7 @@ class Waited:
 
 
 class IssueLog:
-    """The entries of one rank in their order; `number_of` finds an operation again by its work."""
+    """What one rank issued and waited for, in order (`entries`); operations are numbered from 0."""
 
     def __init__(self) -> None:
         self.entries: list[Issued | Waited] = []
@@ -81,7 +81,7 @@ class IssueLog:
         return self._count - 1
 
     def work(self, work: Any, number: int) -> None:
-        """Note which operation a work is of."""
+        """Note that `work` (torch's handle to wait for) is of operation `number`."""
         self._works[work] = number
 
     def waited(self, work: Any) -> None:

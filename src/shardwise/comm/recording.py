@@ -161,7 +161,7 @@ def _replace_methods() -> None:
 
 
 def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable[..., Any]:
-    """Returns `own`, a process group's method, with each call written to the record."""
+    """Returns a process group's method `own` that writes each call to the record. `place`: of the tensor in args."""
 
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "refused", None) is not None:
@@ -187,7 +187,7 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
 
 
 def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
-    """Returns `own`, sending or receiving between two ranks, with each call written to the record."""
+    """Returns a process group's `own`, which sends or receives a message, that writes each call to the record."""
 
     def pass_on(self: Any, tensors: Any, peer: int, *rest: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "refused", None) is not None:
@@ -206,7 +206,7 @@ def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
 
 
 def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `Work.wait` with what the rank waits for in the record meanwhile."""
+    """Returns torch's `Work.wait` (`own`) that names in the record, while it runs, the operation that is waited for."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine, where = _state.record, _state.works.get(self)

@@ -21,6 +21,7 @@ import torch
 
 from shardwise.comm.collectives import Axis, broadcast, gather_rows
 
+# yields (this rank's row (k,), axis), is sent the table (ranks, k) of all rows, ..., and returns its result
 Gathering = Generator[tuple[torch.Tensor, Axis], torch.Tensor, Any]
 MOST_BYTES = 16 * 2**20
 _UNIT = 16  # bytes of the widest dtype, at whose multiples rows begin

@@ -50,7 +50,7 @@ class TreeSum:
 
 
 class FixedOrder:
-    """Sums of a step over pieces, by tensor (bucket, unit); collective where a sum is asked for.
+    """Sums of a step over pieces of the batch, in one tree, by key (of a bucket, a unit); collective when read.
 
     leaf   the piece that is running, and whether it is the rank's `last` in the step
     """

@@ -226,9 +226,9 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str | Plan | Mapping[str, Any]) -> Plan:
-        """Returns the plan in `"dp_shard=2,zero=3"`, in a path ending in `.toml`, or "" / "single" for one process.
+        """Returns the plan of a text: `dp_shard=2,zero=3`, a path ending in `.toml`, "" or "single" (one process).
 
-        A mapping of keys and values, or its text, is one too.
+        A mapping of keys and values, its text, or a `Plan` is taken too.
         """
         text = mapping_in(text)
         if isinstance(text, Plan):
@@ -358,6 +358,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _from_text(key: str, value: str) -> Any:
+    """Returns the value of a key from its text: a number, a bool, the tiles of `domain`, else the text itself."""
     if key == "deterministic" and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if key in (*DEGREES, "zero", "deterministic"):

@@ -122,7 +122,7 @@ def shards_of(unit: FSDPModule) -> list[torch.Tensor]:
 
 
 def lay_shards(unit: FSDPModule, memory: Sequence[torch.Tensor]) -> None:
-    """Let a unit's shards lie on other memory, given as `shards_of` has it; values do not come along."""
+    """Let a unit's shards lie on `memory`, tensors in the order and sizes of `shards_of`; values are not copied."""
     params = [param for group in groups_of(unit) for param in group.fsdp_params]
     for param, flat in zip(params, memory, strict=True):
         length = param.sharded_param._local_tensor.size(param.fsdp_placement.dim)
@@ -225,12 +225,12 @@ class HostGradients:
         self._coming: list[tuple[Any, DTensor, Any]] = []  # (parameter, gradient, event behind its copy)
 
     def start_step(self) -> None:
-        """Forget the last step's."""
+        """Forget the gradients of the last step."""
         self._sums: dict[int, DTensor] = {}  # id of FSDP2's parameter -> gradients so far
         self._coming.clear()
 
     def take(self) -> None:
-        """Called after a backward: keep its gradients, and add up those of the one before."""
+        """Called after each backward: takes its gradients from the shards, and adds up those of the backward before."""
         self._add()
         for param in self._params:
             gradient = param.sharded_param.grad
@@ -347,7 +347,7 @@ def outlive(module: nn.Module, output: Any) -> Any:
 
 
 def without_margin(output: Part) -> torch.Tensor:
-    """Returns a view without the deep halo, so that its gradient arrives at `output`, where FSDP2 waits for it."""
+    """Returns a view of `output` without its `margin`, so that its gradient arrives at `output`, where FSDP2 hooks."""
     return output if output.margin is None else output.view_as(output)
 
 

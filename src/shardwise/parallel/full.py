@@ -251,7 +251,7 @@ class FullShard:
             unit.register_forward_pre_hook(lambda m, a, trained=trained: self._hook_gathered(trained))
 
     def inside(self, unit: nn.Module) -> list[tuple[nn.Module, str, str]]:
-        """Returns (module, attribute, name) of each parameter of a unit that is in no unit inside it."""
+        """Returns (module, attribute, name) of each of a unit's parameters, without those of units inside it."""
         within = set(unit.modules())
         nested = [other for other in self.units if other is not unit and other in within]
         own = within.difference(*(set(other.modules()) for other in nested))

@@ -84,7 +84,7 @@ class DataParallel(Protocol):
         ...
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait for reductions and set `slot.master.grad`: the sum over ranks, None where no rank used it."""
+        """Wait for reductions; sets `slot.master.grad` to the sum over ranks, None where no rank used it (`used`)."""
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
         """Returns the tensors in which this step's gradients lie end to end, zeros between; None where they do not."""

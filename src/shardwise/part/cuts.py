@@ -57,7 +57,7 @@ class Owners:
 
     @classmethod
     def blocks(cls, n: int, ranks: int) -> Owners:
-        """Returns contiguous blocks, the first ones larger by one where it does not divide."""
+        """Returns `n` indices in one block a rank, the first blocks larger by one where ranks do not divide `n`."""
         sizes = [n // ranks + (r < n % ranks) for r in range(ranks)]
         return cls(np.cumsum(sizes), np.arange(ranks), ranks)
 

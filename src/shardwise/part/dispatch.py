@@ -41,7 +41,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns an operation's result by its rule, its parts (composite) or, where it has none, on gathered tensors."""
+    """Returns an operation's result by its rule, else by the operations it is made of, else on gathered tensors."""
     for tensor in inputs:
         if tensor.summed and here(tensor):
             # sums first: linear operations keep them, and for others their totals are put in their place

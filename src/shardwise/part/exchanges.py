@@ -189,7 +189,7 @@ class Passing:
         self.coming = None if alone else _Exchange(others, self.sizes, axis)
 
     def pieces(self) -> list[torch.Tensor]:
-        """Returns the block from each rank; its own is the tensor that it gave. Waits."""
+        """Returns the block that came from each rank, in rank order; its own is the one it passed in. Waits."""
         flat = self.mine.new_empty(0) if self.coming is None else self.coming.wait()
         pieces = [piece.view(shape) for piece, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
         pieces[self.me] = self.mine
@@ -291,7 +291,7 @@ class HaloBack:
 
 @lru_cache(REMEMBERED)
 def has_halos(owners: Owners, wanted: Wanted) -> bool:
-    """Whether each rank wants one range of indices that meets its own, and these lie in the order of ranks."""
+    """Whether each rank wants one range, which overlaps its own indices, and ranks own contiguous blocks in order."""
     for rank, mine in enumerate(wanted):
         first, count = owners.span(rank) or (0, 0)
         if len(mine) != 1 or not count or mine[0][0] >= first + count or mine[0][1] <= first:

@@ -160,7 +160,7 @@ class Axes(TorchDispatchMode):
             self.keep_whole(labels, "one of its indices is taken alone")
 
     def give(self, tensor: Any, labels: np.ndarray | None) -> None:
-        """Set the labels of a result; without labels, or with a single one, it has none."""
+        """Set the labels of an operation's result; None, or labels that are all alike, give it none."""
         if isinstance(tensor, torch.Tensor) and labels is not None and labels.size > 1:
             tensor._axis_labels = labels
 

@@ -86,7 +86,7 @@ def answered(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def written_back(tensor: Distributed) -> None:
-    """Copies what was written into a copy of one index back into the tensor of which it is a view."""
+    """Copies back what was written into a view that is a copy (`source`), into the tensor that it is a view of."""
     while tensor.source is not None:
         if tensor.source.put is not None:
             tensor.source.put(tensor.settled())

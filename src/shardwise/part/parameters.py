@@ -184,7 +184,7 @@ def _flat_weights(self: nn.Module) -> Any:
 
 
 def as_class_gives(kind: type, module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
-    """Returns the weight `seen` as the class's own `__getattr__`, where it has one, would return it."""
+    """Returns what the class's own `__getattr__`, if it has one, makes of the weight `seen`; else `seen`."""
     if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
         return seen
     parameters = module.__dict__["_parameters"]

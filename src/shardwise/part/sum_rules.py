@@ -23,7 +23,7 @@ _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach"
 
 
 def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns an operation's result where inputs are `Sum`s: a `Sum` if it is linear, else of their totals."""
+    """Returns an operation's result where inputs are `Sum`s: a `Sum` if linear (`_LINEAR`), else from their totals."""
     op = facts(func)
     for tensor in inputs:
         if isinstance(tensor, Sum) and here(tensor) and (tensor.stale or not tensor.untaken):
@@ -32,8 +32,10 @@ def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
     if first is None:  # nothing is viewed or written that is a sum
         args, kwargs = _totals(args, kwargs)
         return func(*args, **kwargs)
+    # a copy lies in memory otherwise than in one process, so strides do not tell whether `view` may be had
     if _gives_shape(op.name, args) and (first.source is not None or first.read_only_copy):
         return _reshaped(first, args[1])
+    # not reduced yet: a linear operation is done on summands, and one reduction later serves its result
     if first.total is None and op.name in _LINEAR:
         untaken = _LINEAR[op.name](func, first, args, kwargs)
         if untaken is not None:

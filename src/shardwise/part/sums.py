@@ -278,7 +278,7 @@ def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
 def redealt(tensor: torch.Tensor, how: TensorMap) -> torch.Tensor:
     """Returns, differentiably, `how(tensor)`: the same global tensor, dealt in another way.
 
-    A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
+    For a backward that deals its gradient anew: reading its shares alone would cut off second derivatives.
     """
     return linear(tensor, how, _as_it_is)
 
@@ -289,7 +289,7 @@ def whole(tensor: Any) -> Any:
 
 
 def whole_over(tensor: Any, axis: Axis) -> Any:
-    """Returns a tensor whole over `axis` and axes further in; over those further out it stays as it is. Collective."""
+    """Returns a tensor gathered over `axis` and axes further in, still cut over those further out. Collective."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(whole_over(tensor.settled_local(), axis))
     return plain(tensor)
@@ -306,7 +306,7 @@ def _uncut(tensor: Any, axis: Axis) -> Any:
 
 
 def whole_over_axis(tensor: Any, axis: Axis) -> Any:
-    """Returns, differentiably, a tensor whole over one axis; over others it stays as it is. Collective."""
+    """Returns, differentiably, a tensor gathered over one axis, still cut over others. Collective."""
     if not isinstance(tensor, Distributed):
         return tensor
     return redealt(tensor, lambda given: _uncut(given, axis))
@@ -367,7 +367,7 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 def _nothing_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns zeros distributed as the gradient: ranks that add nothing come to the collectives of the others."""
+    """Returns zeros distributed as the gradient, so that ranks that add nothing take part in the same collectives."""
     if isinstance(gradient, Sum) and gradient.waits and gradient.added is None:
         return gradient.like(_nothing_of(gradient.local))
     return torch.zeros_like(gradient)

@@ -146,7 +146,7 @@ class Part(Distributed):
         return self.with_local(local)
 
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
-        """Returns another tensor dealt alike; a `dim` without `owners` is where the same dim lies in it."""
+        """Returns `local` as a part cut along `dim` by `owners` over the same axis; by default as this part is."""
         same = owners is None or (dim in (None, self.dim_cut) and owners.size == self.owners.size)
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
         made = Part(local, dim, owners, self.axis, self.may_gather, self.origin)
@@ -191,7 +191,7 @@ def _made_of_others(function: Any) -> bool:
 
 
 class _Names(dict):
-    """Global names of a function: some of its own, others as its module has them when they are read."""
+    """A function's globals: `own` names first, others looked up in its module's (`others`) when they are read."""
 
     def __init__(self, own: dict[str, Any], others: dict[str, Any]):
         super().__init__(own)

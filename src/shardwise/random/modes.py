@@ -235,7 +235,7 @@ class GlobalRandom(TorchDispatchMode):
         return dim
 
     def _same_everywhere(self, key: int, path: str, func, args, kwargs):
-        """Returns an op that has no rule in `DRAWS` and draws for no samples, alike on all ranks; refuses others."""
+        """Returns the result, alike on all ranks, of an op that `DRAWS` lacks; refuses one that draws by sample."""
         output = func(*args, **kwargs)
         # this first run shows the shapes; its numbers are dropped
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, torch.Tensor)]

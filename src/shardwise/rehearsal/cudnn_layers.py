@@ -72,9 +72,9 @@ recurrent.register_autograd(_back, setup_context=_keep)
 def as_one_call(
     func: Callable, args: tuple, kwargs: dict, dropout: Callable[[Tensor, float], Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Returns what a recurrent function of torch gives, by one call a layer and direction; None where it stays as is.
+    """Returns a recurrent function's results (output, states, ...) by one call a layer and direction, or None.
 
-    `dropout` is applied between layers.
+    None: the function is to run as it is. `dropout` is applied between layers.
     """
     if kwargs or len(args) != 9:
         return None

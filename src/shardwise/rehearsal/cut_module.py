@@ -321,7 +321,7 @@ class CutRehearsal:
         return cut
 
     def cut(self, rank: int) -> StagePlacement | None:
-        """Returns the stages, seen from a rank of the pipeline; None without one."""
+        """Returns the stages, as rank `rank` of the pipeline sees them; None without a pipeline."""
         return None if self._first is None else replace(self._first, rank=rank)
 
     @property
@@ -386,7 +386,7 @@ class _State:
 
 
 def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
-    """Returns the row up to the last op that may hold more than was seen, or that is the first of its kind.
+    """Returns the row up to the last op that may hold more memory than ops of its kind before it, or is the first.
 
     sizes   samples of each micro-batch
     stages  of all ranks: the first sends no gradient, the last no output

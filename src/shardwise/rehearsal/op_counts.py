@@ -40,7 +40,7 @@ _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 @cache
 def may_view(func: Any) -> bool:
-    """Whether what an op gives may lie in its arguments' memory, unchanged, as its schema says; of some, if it can."""
+    """Whether an op's results may be views of its arguments, by its schema (`reshape` may, and may not)."""
     alias_infos = [result.alias_info for result in func._schema.returns]
     return any(alias is not None for alias in alias_infos) and not func._schema.is_mutable
 
@@ -68,7 +68,7 @@ class Count(TorchDispatchMode):
         return out
 
     def note(self, func: Any, args: tuple, out: Any) -> None:
-        """Add an op, its arguments and what it gave."""
+        """Adds one call of an op to the trace, by its arguments and its result `out`."""
         if not tensors_in(out):  # a question, such as where a tensor lies, or what an op has done to a list
             out = [args[place] for place in written(func) if place < len(args)]
             if not tensors_in(out):
@@ -206,7 +206,7 @@ def _groups(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> t
 
 
 def _reals(factor: torch.Tensor) -> int:
-    """Returns the real products in one product of the tensor's dtype: four of complex numbers, else one."""
+    """Returns how many real products one product in the tensor's dtype takes: four for complex numbers, else one."""
     return 4 if factor.is_complex() else 1
 
 
@@ -215,7 +215,7 @@ def _bytes(*values: Any) -> int:
 
 
 def update_of(task: Task, at_once: bool = False) -> Update:
-    """Returns what the task's optimizer keeps and does for one tensor, measured on small ones.
+    """Returns the cost of a step of the task's optimizer on one tensor, measured on small tensors.
 
     at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
               for all of them
@@ -260,14 +260,14 @@ def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -
 
 
 def in_order(trained: Iterable[nn.Parameter]) -> dict[int, int]:
-    """Returns the elements of each trained parameter by its place, in the order in which an optimizer has them."""
+    """Returns place among the trained parameters -> elements, in the order in which an optimizer has them."""
     params = [*trained]
     places = {id(param): place for place, param in enumerate(params)}
     return {places[id(param)]: param.numel() for group in named_groups(params) for param in group["params"]}
 
 
 def wholes_of(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[int, int]:
-    """Returns the elements of the whole weight, by the place of each trained parameter that is a share of one."""
+    """Returns place among the trained parameters -> elements of the whole weight, for those that are shares."""
     cuts = {id(share): cut for child in model.modules() for share, cut in shares_in(child)}
     return {
         place: param.numel() // param.shape[cuts[id(param)].dim] * cuts[id(param)].owners.size

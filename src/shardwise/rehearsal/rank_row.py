@@ -93,7 +93,7 @@ class Rehearsal:
     def run(self, enclosed: Collection[str] = ()) -> RankTrace:
         """Plays this rank's row of the schedule; returns its trace.
 
-        enclosed  paths of blocks that are no units of zero=3; `outside` tells those that should be among them
+        enclosed  paths of blocks that are no units of zero=3; `outside` then has those to run again with
         """
         messages_by_size = {n: self._sent_by_stage(n) if self.cut is not None else {} for n in self.batches}
         model, self.blocks = self.parts.build(self.cut)
@@ -119,7 +119,7 @@ class Rehearsal:
                 for turn in range(self.shares.cuts.rounds):
                     self._round(turn, model, staged, messages_by_size, waiting)
             except Exception:
-                # a unit's weights were read while it does not run: `Shares.trace` tries again without that unit
+                # a unit's weights were read while it does not run: `trace_of` tries again without that unit
                 if reads is None or not reads.units:
                     raise
         self.outside = reads.units if reads is not None else set()

@@ -169,7 +169,7 @@ def repeated(batch: Any, times: int) -> Any:
 
 
 def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
-    """Returns a batch of `samples` copies of the sample, as tensors without values; integers keep theirs."""
+    """Returns a batch of `samples` copies of the sample as fake tensors; integers keep their values."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):  # a task that turns it into a tensor gets one without values

@@ -21,7 +21,7 @@ from shardwise.trace.leaves import tensors_in
 
 
 class AllPairs(TorchFunctionMode):
-    """While entered, notes in `meetings` the calls whose inputs have `samples` samples along different dims."""
+    """Mode that notes in `meetings` the calls that broadcast two inputs of `samples` samples to all pairs."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class AllPairs(TorchFunctionMode):
 
 
 def _crosses(first: tuple[int, ...], second: tuple[int, ...], samples: int) -> bool:
-    """Whether two shapes broadcast to one with two dims of all samples, each of which one of the two has alone."""
+    """Whether two shapes broadcast to one with two dims of `samples`, one dim from the first, one from the second."""
     dims = max(len(first), len(second))
     pairs = list(zip((1,) * (dims - len(first)) + first, (1,) * (dims - len(second)) + second, strict=True))
     return all(a == b or 1 in (a, b) for a, b in pairs) and pairs.count((samples, 1)) == pairs.count((1, samples)) == 1

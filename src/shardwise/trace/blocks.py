@@ -229,7 +229,7 @@ def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
 
 
 def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
-    """Returns [path of the largest module that no unit is, contains or is contained in], or [] without one."""
+    """Returns [path] of the largest module that lies neither in a unit nor around one; [] where there is none."""
     apart = {
         path: _elements(child) for path, child in module.named_modules()
         if path and not any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in paths)
@@ -239,7 +239,7 @@ def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _around(module: nn.Module, paths: list[str]) -> list[str]:
-    """Returns the paths of the modules around these units that are called as a whole; the model itself is none."""
+    """Returns the paths of the modules directly around these units, lists passed over; the model itself left out."""
     outer_paths: dict[str, None] = {}
     for path in paths:
         outer = path.rpartition(".")[0]

@@ -36,7 +36,7 @@ _MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as man
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Context: torch does not log what tensors without values cannot do; an exception tells it."""
+    """Context: torch's log of failures on fake tensors is off, since an exception tells the same."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -57,7 +57,7 @@ class Made(NamedTuple):
 
 
 class OpResult(NamedTuple):
-    """All results of an operation; `kind` is tuple or list, or None where there is one. Others are what they are."""
+    """All results of an operation: `Made` for tensors, ints and None as they are. `kind`: tuple, list, None for one."""
 
     kind: type | None
     made: tuple[Any, ...]

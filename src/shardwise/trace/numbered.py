@@ -55,7 +55,7 @@ class Recorder(TorchDispatchMode):
         self.buffers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Returns the tensor's number; one not met before was there at the start, unless it lies on a known storage."""
+        """Returns the tensor's number; one not met before was there at the start, or lies on a known storage."""
         tensor = innermost(tensor)
         number = self.number_of.get(id(tensor))
         if number is not None:

@@ -61,7 +61,7 @@ def _own(module_name: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the names that code uses, in functions inside it too, and those of them that it assigns."""
+    """Returns (names that code uses, functions inside it included; those of them that it assigns or deletes)."""
     used, assigned = set(code.co_names), set(_assigned(code))
     for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
         used_inside, assigned_inside = _names(inner)

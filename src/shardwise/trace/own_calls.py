@@ -117,7 +117,7 @@ def _place_of(frame: Any) -> tuple[str, int, int]:
 
 @lru_cache(maxsize=4096)
 def _first_halves(code: CodeType) -> dict[int, int]:
-    """Returns (place of a call's first half, of its second): Python 3.11 runs `sum` in the second, later the first."""
+    """Returns offset of a call's PRECALL -> of its CALL (Python 3.11): builtins are run in the one or the other."""
     pairs = pairwise(dis.get_instructions(code))
     return {first.offset: second.offset for first, second in pairs if first.opname == "PRECALL"}
 

@@ -157,7 +157,7 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
 def _in_a_row(
     module: nn.Module, run: Callable[[], Any], ids: dict[str, int], gradients: bool, places: list[Attribute]
 ) -> Flow | None:
-    """Returns a first forward's flow, its `later` those that find what it left; None where that changes nothing."""
+    """Returns a first forward's flow, its `later` the flows of the next ones; None where it leaves nothing for them."""
     recorders, flows, structures = list[Recorder](), list[Flow](), list[Any]()
     for _ in range(IN_A_ROW):
         watch = AttributeWatch(module, places)

@@ -126,7 +126,7 @@ def _declared(leaf: torch.Tensor, spatial: Domain) -> tuple[int, ...]:
 
 
 def _dims(leaf: torch.Tensor, extents: tuple[int, ...], spatial: Domain | None) -> tuple[int, ...]:
-    """Returns the dims of a tensor that have these extents (those named, else the last ones); () where none have."""
+    """Returns the tensor's dims of space (the named ones, else the last) if their sizes are `extents`, else ()."""
     if spatial is not None:
         along = _declared(leaf, spatial)
     else:

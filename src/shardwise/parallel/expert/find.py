@@ -222,7 +222,7 @@ def _recorder(
 
 
 def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
-    """Returns where rows (T, H), experts (T, k) and weights (T, k) stand in a call; None for other tensors in it."""
+    """Returns where rows (T, H), experts (T, k) and weights (T, k) stand in a call; None if its tensors are others."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     tensors = [(key, value) for key, value in places if isinstance(value, torch.Tensor)]
     if len(tensors) != 3 or any(value.dim() != 2 for _, value in tensors):

@@ -14,7 +14,7 @@ SLACK = 1.05  # of the best time, within which stages are balanced by their para
 
 
 def uses(flow: Flow) -> list[tuple[int, int]]:
-    """Returns (time, id of a parameter) for each time that an operation reads one."""
+    """Returns (time, id of the parameter) for each read of a parameter by an operation."""
     return [(op.time, flow.parameters[n]) for op in flow.ops if not op.inner for n in op.reads if n in flow.parameters]
 
 

@@ -36,9 +36,9 @@ def _leads(flow: Flow, x: int, numbers: Sequence[int]) -> bool:
 
 
 def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
-    """Returns the tensor of a gradient over this place (with respect to it) that no earlier stage has; None for none.
+    """Returns the number of a tensor that a gradient over this place is taken by and no earlier stage has, or None.
 
-    For a gradient that cannot be taken in parts it is the first of `numbers`, the tensors that cross.
+    For a gradient that cannot be taken in parts, the first of `numbers` (the tensors that cross) is returned.
     """
     if any(start > call.enter for start in flow.backwards):
         return numbers[0]

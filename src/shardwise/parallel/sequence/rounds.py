@@ -17,7 +17,7 @@ from shardwise.parallel.sequence.ring_plan import HEADS, Call, add_to_mask, bias
 
 @dataclass(frozen=True)
 class Rounds:
-    """One attention around a ring, as it is known beside its tensors."""
+    """One attention around a ring without its tensors. `reads`: as from `ring_plan.key_heads_read`."""
 
     call: Call
     reads: torch.Tensor | None  # the key head of each query, where it is not a fixed number of queries for each key

@@ -67,7 +67,7 @@ def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
 
 
 def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: tuple) -> torch.Tensor:
-    """Returns the convolution of shares of input channels; zeros of its shape on a rank that has none."""
+    """Returns the convolution of this rank's input channels; zeros of the result's shape on a rank without channels."""
     if x.shape[1]:
         return func(x, w, None, *rest, 1)
     empty = (torch.empty(each.shape, device="meta") for each in whole)

@@ -39,7 +39,7 @@ def is_mask(indices: list) -> bool:
 
 
 def selected(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x[mask]` as a part, where the dims that the mask covers are cut, or others."""
+    """Returns `x[mask]` as a part; the cut dim may be among those that the mask covers, or not."""
     x, (place, mask) = args[0], _place(args[1])
     lead, cut = _cut(func, x, mask, place)
     whole = _whole_in_rehearsal(lead, mask)
@@ -109,7 +109,7 @@ def _place(indices: list) -> tuple[int, torch.Tensor]:
 
 
 def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any = None) -> tuple[Part, int]:
-    """Returns (the part whose owners deal the elements, the dim of x that is cut)."""
+    """Returns (the part, of x, mask and values, by whose owners all are dealt, the dim of x that is cut)."""
     if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
         assert isinstance(values, Part)
         if values.dim_cut == place:

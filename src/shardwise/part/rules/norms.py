@@ -90,7 +90,7 @@ def _of_rows(x: Any, *weights: Any) -> bool:
 
 
 def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
-    """Returns the owners of x's groups of channels; `Uncut` where a group lies on several ranks, or a rank has none."""
+    """Returns the owners of x's groups of channels. `Uncut` where a group lies on several ranks, or a rank has none."""
     if is_part(x) and x.dim_cut == 1:
         groups = x.owners.sliced(0, channels, channels // count)
         if repeated(groups, channels // count) == x.owners and all(groups.counts):

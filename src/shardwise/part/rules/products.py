@@ -147,6 +147,7 @@ def _product_labels(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.
     if pb is not None and pa is None:
         return _weighted(axes, a, b, output, k_of_x=-1, k_of_w=-2)
     la, lb = axes.labels(a), axes.labels(b)
+    # two activations (attention's scores): what is summed over lies on one rank, what remains meets
     if la is not None:
         la = axes.unite_along(la, [la.ndim - 1] if la.shape[-1] > 1 else [])
     if lb is not None:

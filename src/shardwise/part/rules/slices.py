@@ -70,7 +70,7 @@ def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor
 
 
 def _evenly_apart(places: np.ndarray) -> int:
-    """Returns the common step between a rank's indices; 0 where they have none."""
+    """Returns the step between consecutive indices of a rank; 0 where it varies, 1 for fewer than two indices."""
     gaps = np.diff(places)
     if not len(gaps):
         return 1

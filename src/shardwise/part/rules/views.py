@@ -84,6 +84,7 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
     or both axes cut one dim that the view rearranges: what a rank has of it is then no whole dims.
     """
     inner = part.local
+    # every rank has indices, or one axis alone cuts: nothing to do
     if 0 not in part.owners.counts or not isinstance(inner, Part) or 0 in whole.before:
         return part
     if not inner.axis.positions or not part.axis.positions:
@@ -91,7 +92,7 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
     run, to = whole.run(part.dim_cut)
     if inner.dim_cut == part.dim_cut:
         return part if len(run) == len(to) == 1 else None
-    if inner.dim_cut not in run or len(to) >= len(run):
+    if inner.dim_cut not in run or len(to) >= len(run):  # the view does not join the two cut dims
         return part
     if part.owners.size < part.axis.size:
         return None

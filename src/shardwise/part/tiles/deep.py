@@ -132,7 +132,7 @@ def _widened(owners: Owners, along: Sliding, more: int) -> Ranges | None:
 
 @lru_cache(REMEMBERED)
 def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
-    """Returns the outputs (start, stop) that each rank can compute of the inputs it has; None where one lacks its own.
+    """Returns each rank's outputs (start, stop) that its inputs `have` suffice for; None where one lacks its own.
 
     have  of each rank, its inputs (start, stop)
     """

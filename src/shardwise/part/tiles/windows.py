@@ -178,7 +178,7 @@ def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor distributed over one more axis, by `make`, in its place among those over which it is already."""
+    """Returns a tensor distributed over one more axis by `make`, inside the axes further out that it has already."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_inserted(tensor.settled_local(), axis, make))
     return make(tensor)
@@ -228,9 +228,9 @@ def windowed(
 
 
 def answers(*functions: Callable, cut_once: bool = True) -> Callable:
-    """Register the function as the answer of these where one of their tensors is distributed.
+    """Returns a decorator: the function answers calls of `functions` in which a tensor is distributed.
 
-    cut_once  it is given tensors no dim of which is cut over two axes
+    cut_once  it gets tensors of which no dim is cut over two axes
     """
 
     def register(answer: Callable) -> Callable:
