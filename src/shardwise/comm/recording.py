@@ -193,7 +193,7 @@ def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
         if getattr(_inside, "refused", None) is not None:
             _refuse("send" if sends else "recv")
         state = _state
-        if state.record is None and state.log is None:
+        if state.record is None and state.log is None:  # nobody watches this process
             return own(self, tensors, peer, *rest, **kwargs)
         tag = rest[0] if rest else kwargs.get("tag", 0)
         where = None if state.record is None else _pair(self, peer, tag, sends)

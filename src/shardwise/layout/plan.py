@@ -359,7 +359,7 @@ def _is_whole(value: Any) -> bool:
 
 def _from_text(key: str, value: str) -> Any:
     """Returns the value of a key from its text: a number, a bool, the tiles of `domain`, else the text itself."""
-    if key == "deterministic" and value.lower() in ("true", "false"):
+    if key == "deterministic" and value.lower() in ("true", "false"):  # else a number of pieces
         return value.lower() == "true"
     if key in (*DEGREES, "zero", "deterministic"):
         try:

@@ -323,7 +323,7 @@ class Statistics:
 class KnownStatistics(FindBatchNorm):
     """Mode that notes each batch norm's statistics in `noted`, and normalises by another run's, `earlier`.
 
-    By these only where the other run's call of the same number was of the same module.
+    The n-th call takes those of the other run's n-th call, if that was of the same module; else its own.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], earlier: list[Statistics] | None = None):

@@ -96,7 +96,7 @@ def _become(tensor: Distributed, value: Distributed) -> None:
 
 
 def _whole(value: torch.Tensor, beside: Distributed) -> Sum:
-    """Returns a plain tensor as a `Sum` already taken, over the axis of `beside`."""
+    """Returns a plain tensor as a `Sum` that is reduced already, over the axis of `beside`."""
     made = Sum(value, beside.axis)
     made.total = value
     return made

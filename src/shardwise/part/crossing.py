@@ -26,7 +26,7 @@ Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
 
 
 def _parts_of(tensor: torch.Tensor) -> Iterator[Part]:
-    """Yields the part over each axis of positions that cuts a tensor, outermost first. Takes sums over such axes."""
+    """Yields the part over each axis of positions that cuts a tensor, outermost first. Reduces sums over such axes."""
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:
@@ -53,7 +53,7 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: Any) -> Any:
-    """Returns, differentiably, the tensor cut over axes of positions alone, with every sum taken. Collective."""
+    """Returns, differentiably, the tensor cut over axes of positions alone, with every `Sum` reduced. Collective."""
     tensor = now_of(tensor)
     return redealt(tensor, _settled) if isinstance(tensor, Distributed) else tensor
 

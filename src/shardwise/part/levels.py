@@ -50,7 +50,7 @@ class Distributed(torch.Tensor):
         return self.local
 
     def settled(self) -> torch.Tensor:
-        """Returns the tensor with a sum over its axis taken. Collective."""
+        """Returns the tensor, reduced where it is a sum over its axis. Collective."""
         return self
 
     def settled_local(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Distributed(torch.Tensor):
 
 
 def has_cut_positions(tensor: Any) -> bool:
-    """Returns whether an axis of positions cuts a tensor. Takes no sum: ranks may ask at different times."""
+    """Returns whether an axis of positions cuts a tensor. Reduces no sum: ranks may ask at different times."""
     while isinstance(tensor, Distributed):
         if tensor.axis.positions:
             return True

@@ -228,7 +228,7 @@ def moved(
 
 
 def from_axis(tensor: Any, axis: Axis) -> Any:
-    """Returns the level of a tensor at `axis` (outer axes peeled off), a sum over that axis taken."""
+    """Returns what a tensor holds from `axis` inwards (outer axes peeled off), reduced if it is a sum over `axis`."""
     while isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         tensor = tensor.settled_local()
     return tensor.settled() if isinstance(tensor, Distributed) else tensor

@@ -1,4 +1,4 @@
-"""Rules of sums that are not taken yet: linear operations keep them, others are given their totals."""
+"""Rules of sums that are not reduced yet: linear operations keep them, others are given their totals."""
 
 from __future__ import annotations
 

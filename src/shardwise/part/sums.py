@@ -1,4 +1,4 @@
-"""`Sum`: a whole tensor of which each rank holds a summand; the sum over ranks is taken when it is needed.
+"""`Sum`: a whole tensor of which each rank holds a summand; it is reduced ("taken") when its total is needed.
 
     y = Sum(x_r @ W_r)        views and additions of sums stay sums: dx_q + dx_k + dx_v is one collective, not three
     y + residual              anything else takes the sum first, once for all who read it
@@ -88,7 +88,7 @@ class Sum(Distributed):
 
     @classmethod
     def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
-        """Returns a copy as a `Sum` already taken that refuses writes (of tiles: as a part that does)."""
+        """Returns a copy as a reduced `Sum` that refuses writes (of tiles: as a part that does)."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy
@@ -98,7 +98,7 @@ class Sum(Distributed):
 
     @classmethod
     def taken(cls, total: torch.Tensor, axis: Axis, source: ViewOf) -> Sum:
-        """Returns a sum already taken, of memory that others hold too: writes into it are written back there."""
+        """Returns a reduced sum on memory that others hold too: writes into it are written back there."""
         made = cls(total, axis)
         made.total, made.source = total, source
         return made
@@ -127,7 +127,7 @@ class Sum(Distributed):
 
     @property
     def stored(self) -> torch.Tensor:
-        """Returns the total, once this or what it is a view of was taken; before that the summand."""
+        """Returns the total once this sum, or the one that it is a view of, is reduced; before that the summand."""
         return self.local if self.untaken else self.value()
 
     def settled(self) -> torch.Tensor:
@@ -135,12 +135,12 @@ class Sum(Distributed):
         return self.value()
 
     def settled_local(self) -> torch.Tensor:
-        """Returns this rank's summand; the total where the sum was taken or begun, or has a bias. Collective."""
+        """Returns this rank's summand; the total where a reduction was begun or done, or a bias added. Collective."""
         return self.local if self.waits and self.added is None else self.value()
 
     @property
     def untaken(self) -> bool:
-        """Whether neither the sum nor what it is a view of was taken."""
+        """Whether neither the sum nor the one that it is a view of is reduced."""
         base = self.base.of if self.base is not None else None
         return self.total is None and not (isinstance(base, Sum) and not base.untaken)
 
@@ -339,7 +339,7 @@ class _Summand(torch.autograd.Function):
 
 
 def with_summed_gradient(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Returns the tensor, whose gradient arrives as this rank's summand of a sum over `axes` still to be taken.
+    """Returns the tensor, whose gradient arrives as this rank's summand of a sum over `axes` that is reduced later.
 
     Gradients of weights are summed over these ranks once for a step, with those of the other samples.
     """

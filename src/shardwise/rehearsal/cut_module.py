@@ -399,6 +399,7 @@ def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
         kind = (op.kind, op.stage, sizes[op.microbatch])
         state = _State(waiting.copy(), sent)
         before = seen.setdefault(kind, [])
+        # no op of its kind has begun with as much beside it: its peak may be a new one
         if not any(other.covers(state) for other in before):
             before.append(state)
             last = place + 1

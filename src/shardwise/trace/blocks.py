@@ -178,6 +178,7 @@ def _whole_model(module: nn.Module, name: str) -> str:
 
 
 def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
+    """Returns a sentence for each way in which units are too large, too few or too small, with units to name."""
     if not paths:
         parts = _parts(module, "")
         named = f": name units in the plan, with {_spelt(module, parts)}" if parts else ""

@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
         renumbered: dict[int, int] = {}
         for other in self.on_storage.get(_storage(tensor), []):
             old = self.number_of[other]
-            if old not in renumbered:
+            if old not in renumbered:  # tensor objects with one number get one new number
                 self.overwritten[old] = self.time
                 renumbered[old] = len(self.made)
                 fresh.append(len(self.made))

@@ -172,6 +172,7 @@ class Reached:
                 self._of_function(value)
             elif isinstance(value, CONTAINERS) and len(value) <= MOST:
                 self.objects[id(value)] = (name, value)
+            # its attributes may change, and its methods may reach more: those named in the code alone, and `__call__`
             elif _is_object(value) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.objects[id(value)] = (name, vars(value) if callable(value) else value)
@@ -184,7 +185,7 @@ class Reached:
             return
         self._followed.add((kind, used))
         self.classes[kind] = None
-        if issubclass(kind, torch.autograd.Function):
+        if issubclass(kind, torch.autograd.Function):  # its gradient need not be one sample's alone
             self.own_backwards.append(f"the backward of '{kind.__name__}'")
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType | staticmethod | classmethod | property):

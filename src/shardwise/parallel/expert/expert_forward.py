@@ -82,7 +82,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The experts of a module over an axis."""
+    """The experts of a module, dealt over an axis (`ep`): each rank holds a block of each stack's."""
 
     stacks: list[Stack]
     axis: Axis

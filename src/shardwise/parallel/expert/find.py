@@ -55,6 +55,7 @@ def find_experts(
     calls, touched, by_expert = _look(built, batch, run, dtype_of)
     module = built.module
     stacks = [_tried(built, path, seen, ranks) for path, seen in calls.items()]
+    # no module is called with tokens and experts: the reason depends on how this one deals its rows
     if not stacks and by_expert:
         path, shape = next(iter(by_expert.items()))
         raise RefusedPlan(

@@ -78,7 +78,7 @@ class StagedModule:
 
     axes     that cut positions, outermost first
     results  how they cut the results of calls; those not named are whole
-    hooks    of the outermost module by its result; by default all that it has now
+    hooks    on the outermost module's result, for the last stage alone; by default all that it has now
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Walk:
 
     index    which of the forward's gradients; -1: of the loss
     create   it is differentiated itself (`create_graph`)
-    by       the tensors by which it is taken, None where this stage lacks one
+    by       the tensors that it is taken with respect to; None where this stage lacks one
     until    rounds that were there when it began
     final    of the loss: every tensor that it was taken through, with the gradient that it was given
     grads    of each tensor of `by`: the sum so far

@@ -67,7 +67,7 @@ class TrialModule:
 
     @contextmanager
     def playing(self, make: Make) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
-        """Context: the module has other tensors and is in training mode; yields its parameters and the batch."""
+        """Context: the module has tensors made by `make`, in training mode; yields (parameters by name, batch)."""
         module = self.built.module
         state = ModuleState(module)
         training = {child: child.training for child in module.modules()}

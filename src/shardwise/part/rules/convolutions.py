@@ -222,6 +222,7 @@ def convolution_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output:
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)
+    # w is no weight, or a view in which its channels are no dims; transposed groups have no rule
     if param is None or param[1][0] is None or (param[1][1] is None and groups == 1) or (transposed and groups > 1):
         return False
     if labels is not None and any(n > 1 for d, n in enumerate(labels.shape) if d != 1):

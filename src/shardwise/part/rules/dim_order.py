@@ -53,9 +53,9 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule(*RESHAPES)
 def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns x, which `transpose_(x, a, b)` or the like has made, as an object, the part that `transpose` gives.
+    """Returns x, the same object, turned into the part that `transpose` or the like gives (`transpose_(x, a, b)`).
 
-    torch's recurrent layers of batch first end so.
+    torch's recurrent layers with `batch_first` end so.
     """
     part = args[0]
     made = getattr(part, facts(func).name[:-1])(*args[1:], **kwargs)

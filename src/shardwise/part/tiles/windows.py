@@ -258,10 +258,10 @@ def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
 
 
 def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns `answer(...)` of tensors with no dim cut over two axes (cp and cp_ulysses): whole over those further in.
+    """Returns `answer(...)` of tensors gathered until no dim is cut over two axes (cp and cp_ulysses). Collective.
 
-    Every rank of those then computes the same, until the result meets a tensor that they cut; its gradient is made
-    whole over them. Collective.
+    The inner axis is gathered. All of its ranks then compute the same, until the result meets a tensor that it cuts;
+    the result's gradient is gathered over it.
     """
     gathered_over: dict[str, Axis] = {}
 
