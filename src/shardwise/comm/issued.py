@@ -64,9 +64,9 @@ class IssueLog:
         self._count = 0
         self._batches = 0
         self._batch: int | None = None
-        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._made: dict[str, int] = {}
+        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # torch's work -> number of its operation
+        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # process group -> `_name`
+        self._made: dict[str, int] = {}  # torch's name of a group -> groups made so far under it
 
     def add(self, op: str, group: Any, ranks: Sequence[int], axis: str, tensor: Any, tag: str, place: str,
             peer: int = -1) -> int:  # fmt: skip

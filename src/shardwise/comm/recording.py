@@ -78,17 +78,17 @@ class _State:
 
     def __init__(self) -> None:
         self.record: RankRecord | None = None
-        self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.keys: dict[int, str] = {}
-        self.made: dict[str, int] = {}
-        self.works: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        self.pairs: dict[tuple[Any, ...], int] = {}
-        self.axes: dict[str, str] = {}
-        self.texts: dict[Any, int] = {}
+        self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # process group -> number; -1: left out
+        self.keys: dict[int, str] = {}  # number of a group -> its key, the same on all ranks
+        self.made: dict[str, int] = {}  # torch's name of a group -> groups made so far under it
+        self.works: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # -> (group, number in it)
+        self.pairs: dict[tuple[Any, ...], int] = {}  # (id of a group, peer, tag, whether it sends) -> number
+        self.axes: dict[str, str] = {}  # torch's name of a group -> its mesh axis
+        self.texts: dict[Any, int] = {}  # value -> number of its text
         # by the id of a code object, which is kept here and so stays its own: hashing one takes longer than all else
         self.kinds: dict[int, tuple[int, Any]] = {}
-        self.places: dict[tuple[int, int], int] = {}
-        self.others: dict[int, Reader] = {}
+        self.places: dict[tuple[int, int], int] = {}  # (id of a code object, line) -> number of its text
+        self.others: dict[int, Reader] = {}  # rank -> its record; -1: this rank's own
         self.strict = False
         self.log: IssueLog | None = None
 

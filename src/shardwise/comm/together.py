@@ -57,7 +57,7 @@ class _Begun:
 
     def __init__(self, gathering: Gathering):
         self.gathering = gathering
-        self.asks: tuple[torch.Tensor, Axis] | None = None
+        self.asks: tuple[torch.Tensor, Axis] | None = None  # (row, axis); None: it has come to its value
         self.value: Any = None
         self.go_on(None)
         self.table_bytes = 0 if self.asks is None else self.asks[0].nbytes * self.asks[1].size

@@ -24,7 +24,7 @@ class TreeSum:
 
     def __init__(self, count: int):
         self.count = count
-        self.parts: dict[Run, torch.Tensor] = {}
+        self.parts: dict[Run, torch.Tensor] = {}  # node [low, high) -> the sum over its pieces
 
     def add(self, low: int, high: int, value: torch.Tensor) -> None:
         """Add the sum over pieces `low` to `high` - 1, which may be written to from here on."""

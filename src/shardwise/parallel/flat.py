@@ -105,7 +105,7 @@ class Flat:
         self._places: list[tuple[_Shard, int, int, int]] = []  # for each slot: shard, index, [first, last) within it
         for part in self.shards:
             self._add_slots(part)
-        self._pending: list[tuple[Pending, _Shard, torch.Tensor]] = []
+        self._pending: list[tuple[Pending, _Shard, torch.Tensor]] = []  # reductions under way, into which tensor
         self._summed = False  # over replicas, in this step
         self._used: set[int] = set()
 

@@ -106,7 +106,7 @@ class FullShard:
         self.pairs = pairs_in(module)  # names of those that are complex outside
         self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self.pairs}
         self._whole = {id(param) for param in here if not (self._dims(param) and param.numel() and can_cut(param))}
-        self._whole_gradients: dict[int, torch.Tensor] = {}
+        self._whole_gradients: dict[int, torch.Tensor] = {}  # index of an uncut parameter -> its reduced gradient
         self._used_now: set[int] = set()
         self._used: set[int] = set()
         self.written = False  # into shards, past the optimizer

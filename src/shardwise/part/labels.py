@@ -83,7 +83,7 @@ class Axes(TorchDispatchMode):
         super().__init__()
         self.count = 1  # labels so far: 0 is WHOLE
         self.edges: list[tuple[np.ndarray, np.ndarray]] = []
-        self.seeds: dict[tuple[str, int], np.ndarray] = {}
+        self.seeds: dict[tuple[str, int], np.ndarray] = {}  # (parameter, dim) -> (size,) its own labels
         self.uses: list[Use] = []
         self.because: dict[int, str] = {}  # label -> the operation that united it with WHOLE
         self.in_loss = False

@@ -234,7 +234,7 @@ class _Reads:
     """The weights that one forward of a module has read."""
 
     def __init__(self) -> None:
-        self.weights: dict[tuple[int, int, bool], torch.Tensor] = {}
+        self.weights: dict[tuple[int, int, bool], torch.Tensor] = {}  # (id, version, whether grad is on) -> as read
         self.running = False
 
     def begin(self, *_: Any) -> None:

@@ -74,9 +74,9 @@ class _Paths:
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[str, int]] = []
+        self.stack: list[tuple[str, int]] = []  # (path, key to go on with behind it) of modules that run
         self.packed: list[PackedRows | None] = []
-        self.path_of: dict[int, str] = {}
+        self.path_of: dict[int, str] = {}  # key of a draw -> path of its module
 
     @staticmethod
     def key() -> int:
@@ -339,7 +339,7 @@ class ConstantRandom(TorchDispatchMode):
         super().__init__()
         self.bits = int(level * 2**53)
         self.calls: list[Drawn] = []
-        self.times: Counter[tuple[str, str, int]] = Counter()
+        self.times: Counter[tuple[str, str, int]] = Counter()  # draws so far, by `Drawn.key`
         self.reads_values = False  # whether control flow may depend on a value that is, or came of, a real number
         self.from_reals = _FromReals()
         self.paths = _Paths()

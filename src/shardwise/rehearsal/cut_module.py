@@ -208,7 +208,7 @@ class TaskAnalysis:
 
     def __init__(self, task: Task, sample: Any):
         self.task, self.sample = task, sample
-        self._derived: dict[tuple, Derived | ShardwiseError] = {}
+        self._derived: dict[tuple, Derived | ShardwiseError] = {}  # by the plan's keys that matter; refusals too
         self._followed: dict[str, Followed] = {}  # by precision
         self._stacks: dict[tuple, list[Stack] | ShardwiseError] = {}
         self._positions: dict[tuple, Positions | ShardwiseError] = {}

@@ -62,7 +62,7 @@ class Built:
         self._tape = tape
         self._targets = dict(named_tensors(module))
         self._refs = {name: ref_of(tensor) for name, tensor in self._targets.items()} if tape else {}
-        self._seeds: dict[int, int] = {}
+        self._seeds: dict[int, int] = {}  # index of a random op on the tape -> its seed
         self.value_from: Callable[[str], torch.Tensor | None] | None = None  # a value from elsewhere (a checkpoint)
         self.pairs: Collection[str] = ()  # complex parameters that the module holds as real ones (part/pairs)
         if tape is not None:

@@ -169,8 +169,8 @@ class PassedState:
     """
 
     def __init__(self, *values: Any, written: bool = False, outside: set[int] | None = None):
-        self._tables: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._tables: list[tuple[Any, Any]] = []  # (container, its copy)
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # (tensor, its copy, its version then)
         self._written, self._outside = written, outside
         self._seen: set[int] = set()
         for value in values:

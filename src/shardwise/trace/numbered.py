@@ -36,12 +36,12 @@ class Recorder(TorchDispatchMode):
         self.carried: dict[int, tuple[int, int]] = {}
         self.time = 0
         self.ops: list[FlowOp] = []
-        self.made: list[int] = []
+        self.made: list[int] = []  # by number, as the lists below: `Flow` says what they hold
         self.depends: list[bool] = []
         self.drawn: list[bool] = []
         self.sized: set[int] = set()  # tensors of which the size depends on values that depend on parameters
         self.last_use: list[int] = []
-        self.overwritten: dict[int, int] = {}
+        self.overwritten: dict[int, int] = {}  # number -> time of the write that gave the tensor another number
         self.rewrites: list[dict[int, int]] = []  # of each write: tensors on one memory, and their numbers afterwards
         self.number_of: dict[int, int] = {}  # id of a tensor -> number
         self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
         self.differentiating = False
         self.stateful: set[int] = set()  # ids of parameters and buffers into which something was written
         self.is_parameter, self.is_buffer = parameters, buffers
-        self.parameters: dict[int, int] = {}
+        self.parameters: dict[int, int] = {}  # number -> id of the parameter, as for buffers
         self.buffers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:

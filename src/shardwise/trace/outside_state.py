@@ -113,7 +113,7 @@ class Reached:
     """What code reaches outside its module: `places` that may get another value, `objects` that hold some, classes."""
 
     def __init__(self, module: nn.Module, functions: Iterable[Callable] = ()) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self.places: dict[tuple[int, str], Place] = {}  # (id of a place's owner, name) -> the place
         self.objects: dict[int, tuple[str, Any]] = {}  # with the name by which each was first met
         self.classes: dict[type, None] = {}
         self.own_backwards = _own_backwards(module)  # what may compute gradients otherwise than for each sample, told

@@ -52,8 +52,8 @@ class LeftOutResults:
 
     def __init__(self, compute: torch.dtype, axes: Sequence[Axis]) -> None:
         self.compute, self.axes = compute, axes
-        self._recipes: dict[tuple, tuple[list[_Leaf], TreeSpec]] = {}
-        self._blank: dict[tuple, torch.Tensor] = {}
+        self._recipes: dict[tuple, tuple[list[_Leaf], TreeSpec]] = {}  # (id of a skip, its arguments' shapes) -> result
+        self._blank: dict[tuple, torch.Tensor] = {}  # (shape, dtype, device) -> a tensor of NaN to share
 
     def clear(self) -> None:
         """Let go of the shared memory."""

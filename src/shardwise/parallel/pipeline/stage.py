@@ -91,7 +91,7 @@ class StagedModule:
         self.axes, self.results = axes, results or {}
         self._made_up = LeftOutResults(dtype, axes)
         self.stages = {stage.index: stage for stage in stages}
-        self._actions: dict[int, dict[tuple[int, int], Action]] = {}
+        self._actions: dict[int, dict[tuple[int, int], Action]] = {}  # by stage: `_actions_of`
         # stages before which some function fails on what is made up
         self._careful = {stage.index for stage in stages if stage.careful}
         self._stage: Stage | None = None

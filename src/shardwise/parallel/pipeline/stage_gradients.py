@@ -282,8 +282,8 @@ class Serving:
     def __init__(self, cut: StagePlacement, axis: Axis, device: torch.device):
         self.stages = cut.stages
         self.talk = Talk(axis, cut.schedule.owner, device)
-        self._tapes: dict[tuple[int, int], Tape] = {}
-        self._over: set[tuple[int, int]] = set()
+        self._tapes: dict[tuple[int, int], Tape] = {}  # by (stage, micro-batch), as below
+        self._over: set[tuple[int, int]] = set()  # of which the stage after asks nothing more
 
     def tape(self, stage: int, batch: int) -> Tape:
         """Returns a new tape for a stage's forward of a micro-batch."""

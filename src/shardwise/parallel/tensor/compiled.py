@@ -82,7 +82,7 @@ class _Compiled:
     def __init__(self, block: nn.Module, path: str):
         self.block, self.path = block, path
         self.forward = block.forward
-        self.programs: dict[tuple, _Program] = {}
+        self.programs: dict[tuple, _Program] = {}  # by `_key` of the call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a mode (masks by global index, a ledger) must see every operation, which a compiled program does not run
