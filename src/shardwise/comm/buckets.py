@@ -271,6 +271,7 @@ class GradientBuckets:
             self._launch_next()
 
     def _launch_next(self) -> None:
+        """Launches the next bucket in order, zeros where no gradient came; in a fixed order, gives it to that."""
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.complete()

@@ -85,6 +85,7 @@ def of_class(text: str, state: str) -> str:
 
 
 def _placement(part: str, text: str) -> Placement:
+    """Returns the `Placement` of one part (class:tier:fraction) of the `offload` text; `InputError` for other text."""
     state, *rest = part.split(":")
     if state not in CLASSES:
         hint = did_you_mean(state, list(CLASSES)) or f"; {ours_of('cpu_offload')}"

@@ -158,6 +158,7 @@ class Flat:
         return self.buckets.used_now
 
     def _reduce(self, bucket: Bucket) -> None:
+        """Starts the reduction of a whole bucket over dp_shard, of which this rank keeps its piece."""
         part = self.shards[self.buckets.buckets.index(bucket)]
         assert bucket.buffer is not None
         if self.stage.gradients:

@@ -185,6 +185,7 @@ class _Copies:
 
 
 def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs: Any) -> None:
+    """Starts a group's gather from copies of its shards on the device, in the stream of copies."""
     group = owner()
     if group is not None:
         type(group).unshard(group, *args, **kwargs)
@@ -196,6 +197,7 @@ def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs
 
 
 def _use_copies(owner: weakref.ref[Any], copies: _Copies) -> None:
+    """Waits for a group's gather, which read the copies of its shards where they were begun for it."""
     group = owner()
     if group is None:
         return
@@ -240,6 +242,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _add(self) -> None:
+        """Adds the gradients that were taken last to the sums, once their copies have arrived."""
         for param, gradient, event in self._coming:
             if event is not None:
                 event.synchronize()
@@ -275,6 +278,7 @@ def reduce_unused(root: FSDPModule) -> None:
 
 
 def _with_zeros(owner: weakref.ref[Any], *unused: Any) -> None:
+    """Runs a group's end of backward with zeros for gradients that did not come, so that all ranks reduce alike."""
     group = owner()
     if group is not None:
         for fsdp_param in group.fsdp_params if group.reduce_grads else ():

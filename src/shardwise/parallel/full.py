@@ -125,6 +125,7 @@ class FullShard:
         return param.shape[:-1] if id(param) in self._of_pairs else param.shape
 
     def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
+        """Shards units, inner ones first, then the root by FSDP2, whose division is off, and hooks their forwards."""
         assert mesh.device_mesh is not None
         know_detach()
         device_mesh = mesh.device_mesh if self._replicas > 1 else mesh.device_mesh["dp_shard"]
@@ -263,6 +264,7 @@ class FullShard:
         ]
 
     def _hook_gathered(self, trained: list[tuple[nn.Module, str, int]]) -> None:
+        """Hooks the gathered parameters of a unit that runs, so that the gradients' arrival is noted."""
         for child, leaf, index in trained:
             param = child._parameters[leaf]
             # a DTensor is still the shard: it was not gathered for this call, and no gradient comes to it here

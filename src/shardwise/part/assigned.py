@@ -69,6 +69,7 @@ class _Data(property):
 
 
 def _assign(before: Any, tensor: torch.Tensor, value: Any) -> None:
+    """Sets `tensor.data = value`, either of them distributed or standing for a distributed tensor."""
     if getattr(tensor, "reads_weight", False):
         value = now_of(value)
         if value.shape != tensor.shape:  # which `copy_` would repeat

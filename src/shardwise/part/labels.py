@@ -179,6 +179,7 @@ class Axes(TorchDispatchMode):
         return output
 
     def _follow(self, func: Any, args: tuple, kwargs: dict, tensors: list, output: Any) -> None:
+        """Labels an operation's output by its rule; inputs whose labels no rule carries on are kept whole."""
         name = func._schema.name.partition("::")[2]
         rule = LABELS.get(name)
         by_tag = torch.Tag.pointwise in func.tags or draws_each(func)

@@ -256,6 +256,8 @@ def _stands_for_whole(tensor: torch.Tensor, cut: Any, axis: Axis) -> bool:
 
 
 def _reader(leaf: str):
+    """Returns the property getter that gives a module the parameter `leaf` as a part of the whole weight."""
+
     def read(self: nn.Module) -> torch.Tensor:
         param, cutting = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
         if param is None or cutting is None:  # another object that the module made of its own class

@@ -128,6 +128,7 @@ class Positions:
         return tile
 
     def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns this rank's share of a tensor of the batch as a part; `InputError` where it has too few positions."""
         for dim, axes in cuts:
             if leaf.shape[dim] < self.fewest(axes):
                 raise InputError(

@@ -102,11 +102,13 @@ class Count(TorchDispatchMode):
             self._stream(packet.__name__, args, out)
 
     def _product(self, batch: int, m: int, n: int, k: int) -> None:
+        """Counts `batch` products (m, k) @ (k, n)."""
         self.trace.products[m, n, k] += batch
         self.trace.order.append(("product", (m, n, k), batch))
         self.trace.kernels += 1
 
     def _attend(self, args: tuple, back: bool, func: Any) -> None:
+        """Counts a call of fused attention, or its backward, by its shape."""
         q, k = (args[1], args[2]) if back else (args[0], args[1])
         batch, heads, queries, width = q.shape
         shape = (batch * heads, queries, k.shape[2], width)
@@ -150,6 +152,7 @@ class Count(TorchDispatchMode):
         self.trace.order.append(("recurrence", step_product, steps))
 
     def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
+        """Counts a convolution, or its backward: its FLOPs, its bytes, and its shape for `costs/kernels`."""
         self.trace.kernels += 1
         back = packet is _ATEN.convolution_backward
         weight = args[2] if back else args[1]
@@ -169,6 +172,7 @@ class Count(TorchDispatchMode):
         self.trace.order.append(("conv_backward" if back else "conv", shape, 1))
 
     def _stream(self, name: str, args: Any, out: Any) -> None:
+        """Counts an op that is as long as the bytes it reads and writes take."""
         moved = _bytes(args, out)
         self.trace.moved += moved
         shape = [float(moved)]

@@ -114,6 +114,7 @@ class RankModule:
                 child._parameters[leaf] = made[name]
 
     def _stand_in(self, name: str, param: nn.Parameter, absent: bool, cut: Any) -> nn.Parameter:
+        """Returns a parameter without values of this rank's share's shape; of an `absent` one, of the whole shape."""
         with self.fake:
             if absent:
                 lying = param.shape[-1:] if param.shape[-1:] == (2,) else ()  # `view_as_complex` asks for it

@@ -35,6 +35,7 @@ class AllPairs(TorchFunctionMode):
         return output
 
     def _look(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Notes pairs of inputs that broadcast to all pairs of samples, with the user's line that meets them."""
         if any(tuple(output.shape).count(self.samples) == 1 for output in outputs):
             return  # each sample is there once: one indexes the other, `losses[order]`
         for first, second in pairwise(inputs):

@@ -168,6 +168,7 @@ class Fake(FakeTensorMode):
         return results[0] if answer.kind is None else answer.kind(results)
 
     def _make(self, made: Made, tensors: list[FakeTensor]) -> FakeTensor:
+        """Returns the fake tensor that `made` describes; `tensors`: the arguments that it may be, or be a view of."""
         if made.place is not None and made.shape is None:
             return tensors[made.place]
         if made.place is None:

@@ -424,6 +424,7 @@ def padding_by_values() -> Iterator[None]:
 
 
 def _padded(rows: torch.Tensor, sizes: list[int], batch_first: bool, value: float, total: int) -> torch.Tensor:
+    """Returns packed rows as (times, sequences, ...), or batch first, filled up with `value`."""
     if 0 < total < len(sizes):
         raise ValueError(f"total_length={total} is less than the longest sequence, {len(sizes)}")
     out = rows.new_full((max(total, len(sizes)), sizes[0], *rows.shape[1:]), value)

@@ -82,6 +82,7 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _new(self, tensor: torch.Tensor, *, made: int, depends: bool, drawn: bool) -> int:
+        """Returns a new number for a tensor made at time `made` (-1: there at the start)."""
         number = len(self.made)
         self.made.append(made)
         self.depends.append(depends)

@@ -128,6 +128,7 @@ class Reached:
             self._of_function(function)
 
     def _of_function(self, function: Any) -> None:
+        """Follows what a callable reaches: its code, and the objects that it is bound to or holds."""
         function = (
             getattr(function, "__func__", function) if isinstance(function, staticmethod | classmethod) else function
         )
@@ -142,6 +143,7 @@ class Reached:
             self._of_values(type(function).__name__, [function])
 
     def _of_code(self, function: FunctionType) -> None:
+        """Follows the globals, closure cells and defaults that a function of the user's names."""
         used, assigned = _names(function.__code__)
         if "register_hook" in used:
             self.own_backwards.append(f"a hook on a gradient that '{function.__qualname__}' sets")
@@ -154,6 +156,7 @@ class Reached:
         self._of_values(f"a default of {function.__name__}", defaults, used)
 
     def _of_name(self, names: dict[str, Any], name: str, used: frozenset, assigned: frozenset) -> None:
+        """Notes a global name as a place if code assigns it, and follows its value."""
         value = names.get(name, _ABSENT)
         if name in assigned and (value is _ABSENT or isinstance(value, _VALUES) or is_own(value)):
             self.places[id(names), name] = (names, name)
@@ -164,6 +167,7 @@ class Reached:
         self._of_values(name, [value], used)
 
     def _of_values(self, name: str, values: Iterable[Any], used: frozenset | None = None) -> None:
+        """Notes containers and objects, which may change, and follows functions and classes; `used`: names in code."""
         for value in values:
             if isinstance(value, type):
                 for base in value.__mro__:

@@ -91,6 +91,7 @@ class OwnCalls(TorchFunctionMode):
         return self._call(getattr(func, "__name__", str(func)), func, args, kwargs or {})
 
     def _call(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Returns the result of a call of torch by the forward that runs, which is noted under its spot."""
         whose, counts = self._forwards[-1]
         if whose is None:
             return func(*args, **kwargs)

@@ -183,6 +183,7 @@ def _followed(
     module: nn.Module, run: Callable[[], Any], ids: dict[str, int], *, gradients: bool,
     earlier: Sequence[Recorder] = (), watch: AttributeWatch | None = None,
 ) -> tuple[Flow, Recorder]:  # fmt: skip
+    """Returns one forward's flow and the recorder that wrote it; `earlier`: recorders of the forwards before."""
     recorder = Recorder(
         {id(param): ids[name] for name, param in module.named_parameters() if name in ids},
         {id(buffer): ids[name] for name, buffer in module.named_buffers() if name in ids},  # not those made since
@@ -265,6 +266,7 @@ def _ids(module: nn.Module) -> dict[str, int]:
 
 
 def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, seed: int) -> Flow:
+    """Returns the flow of a forward on fake tensors."""
     module, ids = built.module, _ids(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:

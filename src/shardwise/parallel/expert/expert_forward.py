@@ -198,6 +198,8 @@ def _on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, 
 
 
 def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
+    """Returns a forward that runs `own` on this rank's rows of a call (`exchange.of_own_rows`)."""
+
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(*values: torch.Tensor) -> Any:
             new_args, new_kwargs = stack.call.made(args, kwargs, *values)

@@ -155,6 +155,7 @@ def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> _Look:
 
 
 def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: FakeTensorMode | None) -> _Look:
+    """Returns what `_look` does, from one forward on tensors of the mode `fake`, or, if None, on real ones."""
     module = built.module
     state = ModuleState(module)
     calls: dict[str, CandidateCall] = {}
@@ -202,6 +203,7 @@ def _first_dims(child: nn.Module) -> list[int]:
 def _recorder(
     child: nn.Module, path: str, calls: dict[str, CandidateCall], by_expert: dict[str, tuple[int, ...]]
 ) -> Callable:
+    """Returns a forward that notes the call in `calls` and returns empty rows, if it is a call of experts."""
     own = child.forward
     stacked = [param.shape for param in child._parameters.values() if param is not None and param.dim() == 3]
     matrices = {(count, width) for count, *sides in stacked for width in sides}
@@ -278,6 +280,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
+    """Returns the stack with its counters, by a trial on random weights of this dtype."""
     child = built.module.get_submodule(stack.path)
     state = ModuleState(child)
     generator = torch.Generator().manual_seed(0)
@@ -325,6 +328,7 @@ class _Trial:
         self.rows = torch.randn(_TOKENS, seen.width, generator=generator).to(dtype)
 
     def _call(self, rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the module's result (T, H) of rows, experts and weights (T, k); `_Failed` for another shape."""
         args, kwargs = self.seen.call.made(
             self.seen.args, self.seen.kwargs, rows.clone(), index.clone(), weight.clone()
         )

@@ -80,6 +80,7 @@ def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]
 
 
 def _same_crossing(flow: Flow, place: CutPoint, *, own: bool) -> bool:
+    """Whether the same tensors cross the place in every later forward, by their holders."""
     expected = {_holder(flow, place.call, number, [], own=own) for number in place.numbers}
     for later in flow.later:
         twin = twin_of(place.call, later)
@@ -210,6 +211,7 @@ def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int
 def _best_of(
     flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int, trained: Used
 ) -> list[CutPoint]:  # fmt: skip
+    """Returns the best places of the first tier; of a later one where its slowest stage is much faster (WORTH)."""
     most, best = float("inf"), list[CutPoint]()
     apart = [[place for place in tier if not crossed_at(flow, place)] for tier in tiers] if flow.taken else []
     for tier in (*apart, *tiers):  # places over which no gradient goes back are preferred alike
@@ -370,6 +372,7 @@ def _edges(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Edge]:
 
 
 def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder]:
+    """Returns a holder for each tensor that crosses a stage's boundary; `RefusedPlan` where one has none."""
     holders = []
     for number in boundary.numbers if boundary is not None else ():
         assert boundary is not None

@@ -116,6 +116,7 @@ class LeftOutResults:
         return recipe, skip.call.spec
 
     def _tensor(self, leaf: _Leaf, leaves: Sequence[Any]) -> torch.Tensor:
+        """Returns a tensor of NaN (0 in integers) as `leaf` describes it, on the arguments' device."""
         assert leaf.dtype is not None
         first = next((arg for arg in leaves if isinstance(arg, torch.Tensor)), None)
         device = first.device if first is not None else None

@@ -164,6 +164,7 @@ class StagedModule:
         return actions
 
     def _wrap(self, child: nn.Module) -> None:
+        """Replaces a submodule's forward by one that does the stage's action at each call, and notes tensors."""
         inner, hooked = child.forward, bool(child._backward_hooks)
         if hooked:  # torch puts these on arguments that need a gradient by now
             child.register_forward_pre_hook(self._before_hooks, with_kwargs=True)
@@ -207,6 +208,7 @@ class StagedModule:
                 action(args, kwargs)
 
     def _wrap_root(self) -> None:
+        """Replaces the outermost forward by one that walks through it for the stage that runs now."""
         inner = self.module.forward
 
         def forward(*args, **kwargs):

@@ -140,6 +140,7 @@ class _Compiled:
         return spec, tuple(others), described, mode, _attributes(self.block)
 
     def _refused(self, error: BaseException) -> RefusedPlan:
+        """Returns the refusal of a block that the compiler, or its trace, failed on."""
         first = error  # the compiler wraps what the block raised in errors of its own
         while first.__cause__ is not None:
             first = first.__cause__

@@ -144,6 +144,8 @@ class TrialModule:
         self.past = True
 
     def _rehearse(self, tensor: TensorParallel, summed: tuple[Axis, ...]) -> Uncut | None:
+        """Returns the `Uncut` that a forward and backward on shares raises, or None; `RefusedPlan` for other errors."""
+
         def share(name: str, whole: torch.Tensor) -> torch.Tensor:
             return tensor.share(name, self.make(name, whole)).contiguous()
 
@@ -175,6 +177,7 @@ def _said(axes: tuple[Axis, ...]) -> str:
 
 
 def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exception) -> str:
+    """Returns the message for a module that runs whole and fails on shares."""
     said = first_line(error) if isinstance(error, RefusedPlan) else f"{type(error).__name__}: {first_line(error)}"
     if summed:
         return f"{_said(summed)}: the module runs whole, but not once its positions are cut: {said}"

@@ -46,6 +46,8 @@ def _extreme(op: str):
 
 
 def _place_of_extreme(op: str):
+    """Returns the rule of `argmax` or `argmin`, by `op` "max" or "min"."""
+
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
         # a place among all elements is one in the flattened tensor
         if bound.get("dim") is None:  # among all elements
@@ -162,6 +164,7 @@ def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    """Returns log sum exp over `dims`, the cut one among them: by the maximum over ranks and one sum."""
     along, empty = sorted(dims), not part.local.shape[part.dim_cut]
     top = of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)
     top = reduced(top, part, "max")

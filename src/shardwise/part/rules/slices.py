@@ -60,6 +60,7 @@ def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: in
 
 
 def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    """Returns the indices of this rank's share that a slice of the cut dim keeps; a view if they are evenly apart."""
     _same_way(part.local, dim, part.owners, part.axis.size, start, end, step)
     places = part.owners.local_slice(part.axis.index, start, end, step)
     if not len(places):
