@@ -198,7 +198,7 @@ def _in_operations(
     dims = [0, *range(2, x.dim())]
     count = wide.new_full((1,), share * x.numel() / x.shape[1])
     sums = wide.sum(dims) * share
-    if isinstance(sums, Part):
+    if isinstance(sums, Part):  # a share of the channels: added beside the count, not in one message with it
         n, total = sum_over(count, axis, _TAG)[0].detach(), _sum_of_shares(sums, axis)
     else:
         totals = sum_over(torch.cat([sums, count]), axis, _TAG)

@@ -148,6 +148,7 @@ class _Recorder(TorchDispatchMode):
     def _defer(self, func, args, kwargs):
         """Runs an op on tensors without values: a view for real, a write not at all, anything else by shape."""
         returned = func._schema.returns
+        # a view needs no values: it is made of the unfilled memory itself, and stays a view of it
         if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)
         if func._schema.is_mutable:

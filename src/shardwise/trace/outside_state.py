@@ -247,7 +247,7 @@ class OutsideState:
         for owner, name, value in self._kept:
             if _read(owner, name) is not value:
                 _remove(owner, name) if value is _ABSENT else _write(owner, name, value)
-        for kind, before in self._classes:
+        for kind, before in self._classes:  # attributes that a class has got since go
             for name in vars(kind).keys() - before:
                 if isinstance(vars(kind)[name], _VALUES) and not name.startswith("__"):
                     delattr(kind, name)

@@ -94,9 +94,11 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     together = cut_a is None or cut_b is None or a.beside(b)
     if parts_in(rest) or parts_in(list(kwargs.values())):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    # cut along the contracted dim: each rank has a summand
     if not by_offsets and cut_a in (k_a, None) and cut_b in (k_b, None) and together:
         local = func(_packed(share_as(a, lead, k_a)), _packed(share_as(b, lead, k_b)), *rest, **kwargs)
         return Sum.of(local, lead.axis, lead.origin)
+    # cut along the columns of b, or the rows of a that become the result's: local
     if cut_a is None and cut_b == b.dim() - 1:
         out = func(a, _packed(b.local), *rest, **kwargs)
         return b.with_local(out, out.dim() - 1)

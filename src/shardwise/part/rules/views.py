@@ -125,6 +125,7 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
     not the outermost of those that the view rearranges, or other axes cut them too.
     """
     run, to = whole.run(part.dim_cut)
+    # else a rank's rows do not lie end to end in the whole, and new ones are no runs of old ones
     if whole.outer or isinstance(part.local, Distributed) or any(whole.before[d] > 1 for d in run if d < part.dim_cut):
         return None
     dim = next((d for d in to if whole.after[d] > 1), None)
