@@ -155,7 +155,7 @@ def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Te
 
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Copy into a master, in place, the weight's elements that are not the master's own, rounded."""
+    """Copies into a master those elements of a weight that differ from the master's, rounded: written by hand."""
     # where they agree the master stays: it has digits that the weight's narrower dtype lost
     master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
 

@@ -216,7 +216,7 @@ def in_whole_groups(owners: Owners, group: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def of_other_rows(owners: Owners, old: int, new: int) -> Owners:
-    """Returns owners of rows of `new` elements, where rows of `old` elements have `owners`: by a row's middle."""
+    """Returns owners of rows of `new` elements: each goes to the owner of the `old`-element row at its middle."""
     middle = (np.arange(owners.size * old // new) * new + new // 2) // old
     return Owners.of(owners.who[np.searchsorted(owners.stops, middle, side="right")], owners.ranks)
 

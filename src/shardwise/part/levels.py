@@ -23,7 +23,7 @@ class ViewOf:
 
     of      the tensor that is viewed
     put     writes the whole copy back into what this rank has of it; None where it has nothing, or both share memory
-    again   the view of what `of` reads, where neither was read yet
+    again   makes the view from the total of `of`, where neither of the two sums is reduced yet
     """
 
     of: Distributed

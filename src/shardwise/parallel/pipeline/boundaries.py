@@ -147,7 +147,7 @@ class StagePlacement:
         return [name for name, ranks in self.holders.items() if len(ranks) > 1]
 
     def counts_here(self, name: str) -> bool:
-        """Returns whether this rank is the one that counts a parameter, of those that hold it."""
+        """Returns whether this rank, of those that hold a parameter, is the one to count it in the gradient's norm."""
         return self.holders[name][0] == self.rank
 
     @property

@@ -59,7 +59,7 @@ def met_always(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 def met_by_chance(flow: Flow, places: list[CutPoint], substitutes: list[CutPoint]) -> list[CutPoint]:
     """Returns the places that every forward comes to, or that later calls (`others`) can replace.
 
-    substitutes  places that may stand in: all of them, also those that nothing is computed before
+    substitutes  all cut points that may replace one, also those before which nothing is computed
     """
     if not flow.varies:
         return places

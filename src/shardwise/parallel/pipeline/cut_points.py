@@ -144,8 +144,8 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 def decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
     """Returns (time, innermost module call) of each read of a value in Python that depends on parameters.
 
-    Also when it fills `.grad` by a backward: a stage that has nothing to run it on would fail there. What depends on
-    chance alone every stage draws for itself.
+    And of each backward that the forward runs to fill `.grad`, which would fail on a stage without its inputs. Values
+    that depend on chance alone are left out: every stage draws them for itself.
     """
     times = [op.time for op in flow.ops if op.reads_value and any(flow.depends[n] for n in op.reads)]
     return [(time, flow.around(time)) for time in (*times, *flow.backwards)]

@@ -150,7 +150,7 @@ class Tape:
     # --- one stage's part
 
     def _spread(self, walk: Walk, outputs: Some, gradients: Some) -> None:
-        """Differentiate what this stage computed of `outputs`, down to what arrived and to what is asked for."""
+        """Differentiates `outputs` within this stage; adds to `walk.pending` (received leaves) and `walk.grads`."""
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True)
                  if o is not None and g is not None and o.requires_grad]  # fmt: skip
         if walk.final is not None:

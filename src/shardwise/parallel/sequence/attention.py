@@ -199,7 +199,7 @@ def _by_heads(
 ) -> torch.Tensor:  # fmt: skip
     """Returns attention with positions whole and heads dealt over `axis` (Ulysses), cut again as the queries are.
 
-    Axes further out that cut positions too are gone on with in the same way, or around a ring.
+    Where axes further out cut positions too, attention over them follows in the same way, or around a ring.
     """
     part = _cut_over(query, axis)
     assert part is not None

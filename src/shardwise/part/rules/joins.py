@@ -61,7 +61,7 @@ def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) ->
 
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
-    """Whether whole tensors have the cut ones' length: undefined gradients of a split, which arrive as zeros."""
+    """Whether whole tensors are as long as the cut ones along `dim`: zeros, as for a split's undefined gradients."""
     return all(is_part(t) or t.shape[dim] == lead.shape[dim] for t in tensors)
 
 

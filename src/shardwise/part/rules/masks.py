@@ -174,12 +174,10 @@ def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
 
 
 def _seen(lead: Part, mask: torch.Tensor, dim: int, whole: torch.Tensor | None) -> torch.Tensor:
-    """Returns the mask; in a rehearsal its share of the whole one (what was fetched has no values there).
+    """Returns the mask; in a rehearsal its share of `whole`, or, where that is not known, one that is true everywhere.
 
-    Where nobody knows how many others select, one that is true everywhere.
-
-    So what lies beside each other but is dealt otherwise (logits, labels) has one length after one selection, and all
-    ranks come to the same exchanges.
+    So tensors that are dealt differently (logits, labels) have one length after one selection, and all ranks come to
+    the same exchanges.
     """
     if whole is not None:
         return lead.share(whole, dim)

@@ -170,7 +170,7 @@ def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.
 def _with_margin(
     window: torch.Tensor, cut_dims: list[CutDim], maps: list[Sliding], ranges: list[Ranges], left: int
 ) -> torch.Tensor:  # fmt: skip
-    """Returns the part of which `window` holds this rank's outputs and some around them, with that as its margin."""
+    """Returns an operation's result as a part: `_cut_out` of the owners of its outputs; `cut_dims`: of its input."""
     after = [CutDim(cut.axis, cut.dim, reads(cut.owners, m).owners) for cut, m in zip(cut_dims, maps, strict=True)]
     return _cut_out(window, after, ranges, left)
 

@@ -82,7 +82,7 @@ def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution of tiles: of its window `padding` holds for dims that are not cut."""
+    """The arguments of a convolution of tiles; `padding` is for dims that are not cut."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]

@@ -38,7 +38,7 @@ from shardwise.trace.leaves import replaced, tensors_in
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
     """Returns the cuts of a tensor, over axes of positions, along any of these dims; the outermost first.
 
-    Collective where a sum has not been taken yet.
+    Collective where a sum has not been reduced yet.
     """
     cut_dims, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
     while isinstance(tensor, Distributed):
