@@ -149,7 +149,7 @@ class Flat:
         self.buckets.expect_pieces()
 
     def finish_micro_batch(self) -> set[int]:
-        """Launch what backward did not complete (zero=2 adds reduced shards up); returns the parameters it reached."""
+        """Launch what backward did not complete (zero=2 adds up shards); returns the indices of parameters reached."""
         self.buckets.finish_micro_batch()
         if self.stage.gradients and self.order is None:
             self._collect()

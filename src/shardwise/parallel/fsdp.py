@@ -166,7 +166,7 @@ def _have_read(owner: weakref.ref[Any], after: Callable[[], None]) -> None:
 
 
 def copy_ahead(unit: FSDPModule) -> None:
-    """Let a rank that is alone copy a unit's shards from the host when its gather begins, beside what computes.
+    """Makes a unit of a group of one rank copy its shards from the host when its gather begins, in another stream.
 
     FSDP2 copies them where the gather is waited for, in the stream that computes.
     """

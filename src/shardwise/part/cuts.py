@@ -276,7 +276,7 @@ def regrouped(
     """Returns (dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
 
     goal  the result's dim, where it is known
-    Raises `Uncut` where ranks' shares are no product of whole dims and a share of one.
+    Raises `Uncut` where the ranks' shares of the result are no shares of one of its dims.
     """
     if 0 in before:  # a tile without elements: cut as its neighbours are
         full, filled = _as_if_full(before, after)

@@ -75,7 +75,7 @@ _ANSWERS: list[Callable[[Any, tuple, dict], Any]] = []
 
 
 def answers_operations(answer: Callable[[Any, tuple, dict], Any]) -> Callable[[Any, tuple, dict], Any]:
-    """Registers the function that answers every operation on distributed tensors (`dispatch.answer`)."""
+    """Registers `answer` for every operation on distributed tensors (`dispatch.answer`), and returns it."""
     _ANSWERS.append(answer)
     return answer
 

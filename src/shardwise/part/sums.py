@@ -88,7 +88,7 @@ class Sum(Distributed):
 
     @classmethod
     def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
-        """Returns a copy as a reduced `Sum` that refuses writes (of tiles: as a part that does)."""
+        """Returns a copy as a reduced `Sum` that refuses writes; a copy of tiles as a `Part` that does."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy

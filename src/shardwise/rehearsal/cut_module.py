@@ -44,7 +44,7 @@ from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.expert_forward import Stack
 from shardwise.parallel.pipeline.boundaries import StagePlacement
-from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
+from shardwise.parallel.pipeline.stage_messages import TensorSpec
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part.pairs import hold_pairs
 from shardwise.part.positions import Positions
@@ -62,7 +62,7 @@ LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth rea
 Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
 ALIKE: Beside = (0, ())  # all have as many
-MessageSpec = list[OfTensor]  # of the tensors of a message
+MessageSpec = list[TensorSpec]  # of the tensors of a message
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:

@@ -132,14 +132,14 @@ class Count(TorchDispatchMode):
         self._product(1, rows, math.prod(others), deep)
 
     def _recur(self, args: tuple, back: bool) -> None:
-        """Count a layer and direction as one product over all steps for the input and one a step for the state."""
+        """Counts a recurrent layer and direction: one product of all steps for the input, one a step for the state."""
         steps, batch, wide = args[0].shape
         for _ in range(2 if back else 1):  # for what went in, and for the weights
             self._product(1, steps * batch, args[1].shape[0], wide)
             self._product(steps, batch, args[2].shape[0], args[2].shape[1])
 
     def _recur_in_one(self, args: tuple, back: bool) -> None:
-        """Count the same as one call of a GPU's kernel; gradients of weights are one product over all rows."""
+        """Counts a recurrent layer and direction as one call of a GPU's kernel; gradients of weights as one product."""
         x, _, weights = args[1:4] if back else args[:3]
         rows, steps = x.numel() // x.shape[-1], args[-1]
         (gates, wide), (_, hidden) = weights[0].shape, weights[1].shape

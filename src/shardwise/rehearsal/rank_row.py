@@ -22,7 +22,7 @@ from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.stage import StagedModule
-from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
+from shardwise.parallel.pipeline.stage_messages import TensorSpec
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
@@ -306,7 +306,7 @@ class Rehearsal:
         return cache[key]
 
     def _rehearse_stages(self, samples: int) -> dict[int, MessageSpec]:
-        """Runs all stages in turn on a module that has all of them; returns, by stage, the tensors that it sends."""
+        """Runs all stages in turn on a module that has all of them; returns stage -> the spec of what it sends."""
         assert self.cut is not None
         model, _ = self.parts.build(None)
         staged = self.parts.staged(model, self.cut.stages)
@@ -318,7 +318,7 @@ class Rehearsal:
                 batch = self._batch(samples)
                 sent: Sequence[torch.Tensor] = self._forward(batch, stage.index, inbox, model, staged)
                 messages[stage.index] = [
-                    OfTensor(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in sent
+                    TensorSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in sent
                 ]
         forget()
         return messages

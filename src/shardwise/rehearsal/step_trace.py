@@ -100,7 +100,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
     """Returns the module without weights, as far as its constructor allows.
 
-    One that reads values may read such as lie on the CPU by its own word, whatever the device around it is.
+    A constructor may read values of tensors that it puts on the CPU itself, whatever the default device is.
     """
     failed: list[Exception] = []
     for without_values in (fake, torch.device("meta")):

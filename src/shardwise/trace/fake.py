@@ -216,7 +216,7 @@ def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
 def _of_metadata(func: Any) -> bool:
     """Whether results depend on metadata alone, judged by torch's own cache (`_validate_cache_key`), or are views.
 
-    FSDP2's own operations are, and what gives nothing: it writes into its arguments.
+    So do FSDP2's own operations, and those without results, which write into their arguments.
     """
     if not isinstance(func, torch._ops.OpOverload):
         return False

@@ -201,7 +201,7 @@ class Reached:
 
 
 def _own_backwards(module: nn.Module) -> list[str]:
-    """Returns hooks on gradients around children, and tables whose gradients count a batch's indices, as text."""
+    """Returns, as text, each backward hook of a submodule, and each table whose gradient counts a batch's indices."""
     hooked = [f"a backward hook on '{path}'" for path, child in module.named_modules()
               if child._backward_hooks or child._backward_pre_hooks]  # fmt: skip
     counting = [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]

@@ -31,7 +31,7 @@ def crossed(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> list[int]:
 
 
 def _leads(flow: Flow, x: int, numbers: Sequence[int]) -> bool:
-    """Returns whether another crossing tensor follows from x; x itself may cross, as a leaf of the next stage."""
+    """Returns whether another of the crossing tensors (`numbers`) is computed from x."""
     return any(number != x and number in flow.influenced_by(x) for number in numbers)
 
 

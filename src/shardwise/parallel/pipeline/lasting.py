@@ -37,7 +37,7 @@ def twin_of(call: ModuleCall, flow: Flow) -> ModuleCall | None:
 
 @dataclass
 class _Cut:
-    """A cut in one of several forwards: its moment, and the calls inside which it lies."""
+    """A cut of one forward (`flow`), of several run in a row, at a moment (time of the flow)."""
 
     flow: Flow
     moment: int
@@ -89,7 +89,7 @@ def conflict(flow: Flow, place: ModuleCall) -> tuple[bool, str]:
 
 
 def _changed_behind(cut: _Cut) -> bool:
-    """Returns whether, after the cut, code around it changes an attribute, or a call one of a module outside itself."""
+    """Returns whether, after the cut, code around it changes an attribute, or a call one outside its own module."""
     for change in cut.flow.changes:
         path, call = change.place[0], change.call
         own = path == call.path or path.startswith(f"{call.path}.")

@@ -54,7 +54,7 @@ FIRST = 1 + TOLD_AT_ONCE * WIDTH
 
 
 @dataclass(frozen=True)
-class MessageSpec:
+class TensorSpec:
     """Shape, dtype and cuts of one tensor of a message, and whether its gradient is sent back."""
 
     shape: tuple[int, ...]  # of what is sent: this rank's share
@@ -91,9 +91,9 @@ class Mail:
         self.ahead = axis.group is not None and not self.in_rounds
         self._rounds: deque[list[Key]] = deque()  # not begun yet
         self._due: set[Key] = set()  # their messages
-        self._outbox: dict[Key, tuple[list[RankMessage], list[MessageSpec] | None]] = {}  # made, in a round to come
+        self._outbox: dict[Key, tuple[list[RankMessage], list[TensorSpec] | None]] = {}  # made, in a round to come
         self._key_of: Callable[[int], Hashable] = lambda batch: None
-        self._specs: dict[tuple[int, Hashable], list[MessageSpec]] = {}  # by (boundary, key)
+        self._specs: dict[tuple[int, Hashable], list[TensorSpec]] = {}  # by (boundary, key)
         self._under_way: list[tuple[Pending, torch.Tensor]] = []  # sent; the tensor must live until it has left
         # by (tag, goal stage, micro-batch): from one stage of this rank to another one
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
@@ -121,7 +121,7 @@ class Mail:
 
         key  of the batch's shape: tensors of one key are alike, and described once
         """
-        specs = [MessageSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
+        specs = [TensorSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
         before = self._specs.setdefault((stage, key), specs)
         if before != specs:
             raise RefusedPlan(
@@ -190,7 +190,7 @@ class Mail:
 
     def _send(
         self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor],
-        specs: list[MessageSpec] | None = None,
+        specs: list[TensorSpec] | None = None,
     ) -> None:  # fmt: skip
         """Sends the tensors of one message; `specs`: theirs, where the receiver does not know them yet."""
         if len(tensors) >= TELLING:
@@ -290,10 +290,10 @@ class Mail:
             self._specs[boundary, key] = self._hear(boundary, batch)
         specs = [spec for spec in self._specs[boundary, key] if tag == FORWARD or spec.needs_gradient]
         if tag == BACKWARD and len(specs) > 1:  # a byte for each: whether backward reached it (`send_backward`)
-            specs.append(MessageSpec((len(specs),), torch.uint8, False))
+            specs.append(TensorSpec((len(specs),), torch.uint8, False))
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
 
-    def _tell(self, stage: int, batch: int, specs: list[MessageSpec] | None) -> None:
+    def _tell(self, stage: int, batch: int, specs: list[TensorSpec] | None) -> None:
         """Send what the tensors of a boundary are like, as integers: their count, then WIDTH numbers for each.
 
         Then who owns which index of the cut dims: as many numbers as there are runs, where there are any.
@@ -328,7 +328,7 @@ class Mail:
     def _place(self, name: str) -> int:
         return next(place for place, axis in enumerate(self.inner) if axis.name == name)
 
-    def _hear(self, boundary: int, batch: int) -> list[MessageSpec]:
+    def _hear(self, boundary: int, batch: int) -> list[TensorSpec]:
         """Receive what `_tell` sent. Waits."""
         numbers = self._heard(FIRST, boundary, batch)
         if (more := numbers[0] - TOLD_AT_ONCE) > 0:
@@ -338,7 +338,7 @@ class Mail:
         total = 2 * sum(count for of_tensor in cuts for _, _, count in of_tensor)  # of each run: its stop, its owner
         runs = iter(self._heard(total, boundary, batch) if total else [])
         return [
-            MessageSpec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
+            TensorSpec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
                  tuple(self._read_cut(cut, runs) for cut in of_tensor))
             for row, of_tensor in zip(rows, cuts, strict=True)
         ]  # fmt: skip
@@ -367,7 +367,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _listed(specs: Sequence[MessageSpec]) -> str:
+def _listed(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.dtype} {list(spec.shape)}" for spec in specs)
 
 

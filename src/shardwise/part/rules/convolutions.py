@@ -59,7 +59,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
-    """Returns x of a depthwise convolution; a whole x (as a pipeline stage receives) is cut as the weight is."""
+    """Returns a depthwise convolution's x cut along channels as the weight; a whole x (of a pipeline's message) too."""
     if g == 1 or is_part(x) or not is_part(w) or w.dim_cut != 0 or x.shape[1] != g:
         return x
     groups = w.owners.sliced(0, w.shape[0], w.shape[0] // g)

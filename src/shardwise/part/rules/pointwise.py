@@ -36,7 +36,7 @@ Shapes = Sequence[Sequence[int]]
 class _Whole(threading.local):
     """The operation that is being answered, and the shapes of its tensors as one process has them.
 
-    For an axis further in, tiles of those further out may be one index or none: ranks would find others repeated.
+    Within outer axes' tiles a dim may have one index or none, which an inner axis's rule would take for a repeated one.
     """
 
     running: tuple[Any, Shapes] | None = None

@@ -91,7 +91,7 @@ def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
 
 
 def _avg_pool(plain: Callable, dims: int) -> Callable:
-    """Registers average pooling of tiles over `dims` spatial dims."""
+    """Registers, and returns, average pooling of tiles over `dims` spatial dims, in place of `plain`."""
 
     def avg_pool(
         input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0,

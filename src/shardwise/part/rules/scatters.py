@@ -24,7 +24,7 @@ from shardwise.part.tiles.windows import answers
 def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns `x.scatter(dim, index, values)` along a dim that is not cut; index and values are cut as x is.
 
-    `scatter_add` along the cut dim: each rank adds what falls on its own indices, or what it has of what is added.
+    `scatter_add` along the cut dim: each rank adds to its own indices of x, or, to a whole x, its share of the values.
     """
     dim = args[1] % args[0].dim()
     lead = parts_in(args)[0]

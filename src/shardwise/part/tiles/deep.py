@@ -231,9 +231,9 @@ def _may_be_alone(func: Callable) -> bool:
 
 
 def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns the part that a function of single elements gives, with a margin; None where it has to read the parts.
+    """Returns an elementwise function's result as a part with a margin, computed on the parts' windows; else None.
 
-    It does where it is another function, or where its parts have no margins, or margins of other cuts.
+    None: it treats elements together, or its parts lack margins, or have margins of other cuts.
     """
     parts = [arg for arg in args if isinstance(arg, Distributed)]
     margins = [margin for part in parts if (margin := margin_of(part)) is not None]
