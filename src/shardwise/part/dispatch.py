@@ -88,6 +88,7 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns the result on gathered tensors, where parts may be gathered; else raises the `Uncut` in hand again."""
     writes = facts(func).writes and is_part(args[0])
     parts = parts_in((args, kwargs))
+    # the forward ran on a whole tensor, so its backward does
     if not writes and (_of_a_whole(func, args, parts) or _in_backward_of_tiles(func, parts)):
         args, kwargs = replaced(Part, lambda p: gathered(p) if is_part(p) else p, (args, kwargs))
         output = func(*args, **kwargs)

@@ -118,12 +118,12 @@ def see_parts(
             child.__class__ = _seeing_parts(type(child), tuple(sorted(mine)))
 
     hooks, reads = list[Any](), _Reads()
-    if any(cut.role == ONCE for cut in cuts.values()):
+    if any(cut.role == ONCE for cut in cuts.values()):  # gathered weights live from a forward's begin to its end
         hooks.append(module.register_forward_pre_hook(reads.begin))
         hooks.append(module.register_forward_hook(reads.end, always_call=True))
         for child, _ in before:
             child.__dict__["_reads"] = reads
-    if any(each.positions for each in summed):
+    if any(each.positions for each in summed):  # other libraries' masks follow (`ON_CUT`), and ranges are dealt
         CUT_MODULES.add(module)
         for each in ON_CUT:
             each()

@@ -76,7 +76,7 @@ def as_one_call(
 
     None: the function is to run as it is. `dropout` is applied between layers.
     """
-    if kwargs or len(args) != 9:
+    if kwargs or len(args) != 9:  # not called as torch's own layers do
         return None
     packed = isinstance(args[3], list | tuple)  # data, batch_sizes, hx, weights, ...; else x, hx, weights, ...
     x, hx, flat = (args[0], args[2], args[3]) if packed else (args[0], args[1], args[2])

@@ -194,6 +194,7 @@ def _followed(
     functions: list[ModuleCall] = []
     begun = 0
 
+    # calls of torch's functions by forwards' own code are places to cut too, with a time of their own
     def before(whose: ModuleCall, place: Spot, name: str) -> None:
         nonlocal begun
         recorder.time += 1

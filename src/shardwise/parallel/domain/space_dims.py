@@ -64,7 +64,7 @@ def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[s
 def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
     """Returns the positions with `shapes` and `space` set where the task's source reads tiles (has a `global_shape`).
 
-    Its extents are those of space in the order in which tensors have them; `Domain.dims` may have another one.
+    `global_shape` has the sizes of space in the order of the tensors' dims, which `Domain.dims` need not follow.
     Raises `InputError` where a field that is cut has other extents there.
     """
     whole = getattr(task.data, "global_shape", None)

@@ -177,7 +177,7 @@ def derive(
 
 
 def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray:
-    """Returns (classes,) the rank of each class of `order`: those that occur in the same weights are dealt in blocks.
+    """Returns (classes,) the rank of each class in `order`: classes found in the same weights are dealt in blocks.
 
     So two tensors that are put side by side (a skip and what it is joined with) are each spread over all ranks.
     """

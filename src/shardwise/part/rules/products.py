@@ -143,7 +143,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _product_labels(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> bool:
     """Labels a (..., m, k) @ b (..., k, n); returns False where the inputs have to stay whole."""
-    pa, pb = _weight(a), _weight(b)
+    pa, pb = _weight(a), _weight(b)  # x @ w, or w @ x
     if pa is not None and pb is None:
         return _weighted(axes, b, a, output, k_of_x=-2, k_of_w=-1)
     if pb is not None and pa is None:
