@@ -43,7 +43,7 @@ class Grid:
         return tuple(tiles.get(axis, 1) if axis in SPACE else getattr(self.plan, axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns the rank's coordinate on each axis."""
+        """Returns axis -> the rank's coordinate on it."""
         coordinate = {}
         for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):  # the last axis varies fastest
             rank, coordinate[axis] = divmod(rank, degree)

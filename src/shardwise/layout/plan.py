@@ -209,7 +209,7 @@ class Plan:
     def sharded(self) -> ZeroStage:
         """Returns the plan's `ZeroStage`: what each rank keeps as a shard; stage 0 for shard groups of one rank.
 
-        Units of zero=3 whose weights lie elsewhere are gathered by a rank alone too: from there.
+        One rank has a stage too where weights of zero=3's units lie elsewhere: it gathers them from there.
         """
         alone = self.dp_shard * self.cut_positions == 1 and not (STAGES[self.zero].weights and self.moves_weights)
         return UNSHARDED if alone else STAGES[self.zero]

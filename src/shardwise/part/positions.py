@@ -89,7 +89,7 @@ class Positions:
         return tuple(ranges)
 
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
-        """Returns a copy whose cuts are over `swap` of their axes."""
+        """Returns a copy whose cuts are over `swap(axis)` in place of each axis."""
         cuts = tuple(tuple((dim, tuple(map(swap, axes))) for dim, axes in leaf) for leaf in self.cuts)
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 

@@ -51,7 +51,7 @@ class WholeView:
 
 
 class _Whole(threading.local):
-    """The view that this thread is answering, by the shapes of one process."""
+    """The view that is being answered in this thread, with one process's shapes."""
 
     view: WholeView | None = None
 

@@ -210,7 +210,7 @@ class GlobalRandom(TorchDispatchMode):
             zeros = torch.zeros_like(like, dtype=torch.int64).reshape([len(each) for each in places])
             index = _linear_index(places, sizes, zeros)
             return (hashed(key, index) if rate is None else is_below(key, index, rate)).view(shape)
-        if self.one_kernel:
+        if self.one_kernel:  # in a forecast the values are not read, and hashing would be many ops
             return torch.zeros(shape, dtype=torch.int64 if rate is None else torch.bool, device=device)
         table = _kept_rows_and_columns if packed is None and has_kernel(device) else _rows_and_columns
         rows, columns = table(packed, shape, dim, samples, device, blocks)

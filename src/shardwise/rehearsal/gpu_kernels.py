@@ -104,7 +104,7 @@ def _attention(
 ) -> torch.Tensor:  # fmt: skip
     """Returns attention by the op of the kernel that a GPU would take; by torch's function where it would take none."""
     words: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
+    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):  # no fused kernel takes it
         return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **words)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale

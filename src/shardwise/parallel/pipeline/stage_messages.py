@@ -99,7 +99,7 @@ class Mail:
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
 
     def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
-        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives each its `key`."""
+        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives the key of shapes."""
         self._key_of = key_of
         self._coming = {
             (FORWARD if kind == "F" else BACKWARD, rank): deque((a, b, first + batch) for a, b, batch in messages)
@@ -329,7 +329,7 @@ class Mail:
         return next(place for place, axis in enumerate(self.inner) if axis.name == name)
 
     def _hear(self, boundary: int, batch: int) -> list[TensorSpec]:
-        """Receive what `_tell` sent. Waits."""
+        """Returns the specs that `_tell` sent. Waits."""
         numbers = self._heard(FIRST, boundary, batch)
         if (more := numbers[0] - TOLD_AT_ONCE) > 0:
             numbers += self._heard(more * WIDTH, boundary, batch)

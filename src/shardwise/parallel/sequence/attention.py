@@ -293,7 +293,7 @@ def _moved_to_heads(tensor: torch.Tensor, owners: Owners, axis: Axis) -> torch.T
 
 
 def _levels(tensor: torch.Tensor) -> list[Part]:
-    """Returns the `Part`s of a tensor, one inside the other, the outermost axis first; sums between them are taken."""
+    """Returns the `Part`s of a tensor, one inside the other, the outermost axis first; sums between are reduced."""
     parts = []
     while isinstance(tensor, Distributed):
         tensor = tensor.settled()

@@ -54,7 +54,7 @@ class CutBlocks:
         return undo
 
     def over(self, swap: Callable[[Axis], Axis]) -> CutBlocks:
-        """Returns a copy that cuts over `swap` of its axes."""
+        """Returns a copy that cuts over `swap(axis)` in place of each axis."""
         return replace(self, axes=tuple(map(swap, self.axes)))
 
     def summary(self, stopped: str = "") -> str:

@@ -86,7 +86,7 @@ def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             # the cut dim is gone already, and those behind it have moved up
             one = one if d == part.dim_cut else one.squeeze(d - (d > part.dim_cut))
         return one
-    if part.dim_cut in gone:
+    if part.dim_cut in gone:  # of weights: the index would have to go to every rank
         raise Uncut(no_rule(func, [part]))
     local = part.local
     for d in gone:

@@ -87,7 +87,7 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
     # every rank has indices, or one axis alone cuts: nothing to do
     if 0 not in part.owners.counts or not isinstance(inner, Part) or 0 in whole.before:
         return part
-    if not inner.axis.positions or not part.axis.positions:
+    if not inner.axis.positions or not part.axis.positions:  # cuts of weights stay as they were derived
         return part
     run, to = whole.run(part.dim_cut)
     if inner.dim_cut == part.dim_cut:
