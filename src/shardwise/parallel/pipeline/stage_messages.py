@@ -99,7 +99,7 @@ class Mail:
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
 
     def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
-        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives the key of shapes."""
+        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives shapes' key."""
         self._key_of = key_of
         self._coming = {
             (FORWARD if kind == "F" else BACKWARD, rank): deque((a, b, first + batch) for a, b, batch in messages)
