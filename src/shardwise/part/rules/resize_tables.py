@@ -114,7 +114,7 @@ Rows = tuple[np.ndarray, np.ndarray | None]  # (outputs, K) places, and their we
 
 
 def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.Tensor, CutDim, Rows]:
-    """Returns (what this rank's outputs read, the cut of the outputs, their rows with places in the former).
+    """Returns (the inputs that this rank's outputs read, the outputs' cut, their table rows: places among these).
 
     Differentiable. Collective where inputs of other ranks are read.
     """
