@@ -88,7 +88,7 @@ class _Compiled:
     def __init__(self, block: nn.Module, path: str, notices: list[str]):
         self.block, self.path, self.notices = block, path, notices
         self.forward = block.forward
-        self.programs: dict[tuple, _Program] = {}
+        self.programs: dict[tuple, _Program] = {}  # by `_key` of the call
         self.left: set[_Attribute] = set()  # in which the block leaves a tensor
         self.eager: set[bool] = set()  # modes (training or not) in which a trace failed
 
@@ -167,6 +167,7 @@ class _Compiled:
         return spec, tuple(others), described, mode, tuple(attributes.items())
 
     def _refused(self, error: BaseException) -> RefusedPlan:
+        """Returns the refusal of a block on whose trace the compiler failed."""
         return RefusedPlan(
             f"compile=true: the compiler fails on '{self.path}', written down as a program on shares: {_cause(error)}; "
             "use compile=false, or a plan that cuts neither weights nor positions"
@@ -176,7 +177,7 @@ class _Compiled:
         """Returns a program for calls like this one, compiled when it runs first.
 
         leaves   of the call's arguments, in the tree `spec`
-        places   which of them are tensors, with their layouts
+        places   which of them are tensors; layouts: of each of these, how it is cut
         """
         self._check_structure()
         # arguments other than tensors are constants of the program, which is why its key has them

@@ -73,7 +73,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule("native_batch_norm_backward")
 def batch_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns gradients of a batch norm's input, weight and bias, cut along channels."""
+    """Returns a batch norm's (dx, dweight, dbias), cut along channels; None for each that is not asked for."""
     dy, x, weight, mean, var, save_mean, save_inverse, training, eps, mask = args
     x = _lead(func, as_weights(x, weight), args)
     statistics = [_of_channels(x, tensor) for tensor in (weight, mean, var)]
@@ -147,7 +147,7 @@ def _keep(
 
 @label("native_batch_norm")
 def batch_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a batch norm: each channel has statistics of its own, over samples and positions."""
+    """Labels the output by x's channels, each with its weight and bias; False where x has other labels, or none."""
     labels = axes.labels(args[0])
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
