@@ -17,11 +17,9 @@ from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import (
     COPIES,
-    WRITTEN_SCORES,
     buffers,
     layer_activations,
     rank_memory,
-    ring_block,
     stage_parameters,
     states,
 )
@@ -35,7 +33,6 @@ from shardwise.layout.timing import play
 from shardwise.layout.zero_stages import STAGES
 from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
-from shardwise.parallel.sequence.block_attention import MOST_SCORES
 from shardwise.planner.door import simulate as forecast_of_task
 from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.simulator import simulate
@@ -168,16 +165,6 @@ def test_bytes_of_a_loss_are_those_of_its_operations() -> None:
     picks = 4 + 8  # a trace counts all of what a gather and a scatter pick from
     beside = (moved(1024) - moved(512)) / 512 / 64
     assert sum(LOSS_BYTES["parallel"]) == pytest.approx(beside - picks, rel=0.01)
-
-
-def test_a_ring_holds_the_scores_that_it_writes_at_a_time() -> None:
-    assert WRITTEN_SCORES == MOST_SCORES
-    few = Layout(cp=2, seq=256)
-    copies = 4 * 128 * (6 * LLAMA.query_width + 2 * LLAMA.kv_width)
-    assert ring_block(LLAMA, few) == 4 * 3 * 32 * 64**2 + copies, "a block of 64 x 64 is written whole, of 32 heads"
-    long = Layout(cp=32, seq=2**20, recompute="full", zero=3)
-    written = ring_block(LLAMA, long) - 4 * 2**15 * (6 * LLAMA.query_width + 2 * LLAMA.kv_width)
-    assert written == 4 * 3 * 2**26, "of 16384 x 16384 for 32 heads, 0.8 GB at a time"
 
 
 def test_heads_are_dealt_whole_and_the_fullest_rank_counts() -> None:

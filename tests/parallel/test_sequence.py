@@ -181,14 +181,14 @@ def _with_bug(seed: int, count: int, bug: str) -> list[float]:
 
 def _few_rows_at_a_time(seed: int, count: int, first: bool = False) -> list[tuple[dict, float]]:
     """What `_attention` finds where a block's scores are written for some rows at a time, causal ones among them."""
-    rows, most, fused = block_attention._of_rows, block_attention.MOST_SCORES, block_attention.has_fused
-    block_attention.MOST_SCORES, block_attention.has_fused = 100, lambda device: False
+    rows, most, kernel_for = block_attention._of_rows, block_attention.MOST_SCORES, block_attention.kernel_for
+    block_attention.MOST_SCORES, block_attention.kernel_for = 100, lambda *_: None
     if first:
         block_attention._of_rows = lambda bias, some: rows(bias, slice(0, some.stop - some.start))
     try:
         return _attention(seed, count)
     finally:
-        block_attention._of_rows, block_attention.MOST_SCORES, block_attention.has_fused = rows, most, fused
+        block_attention._of_rows, block_attention.MOST_SCORES, block_attention.kernel_for = rows, most, kernel_for
 
 
 def test_scores_that_are_written_for_some_rows_at_a_time(pool) -> None:

@@ -87,7 +87,7 @@ def both(
         mock_device.join_group()
     # both take the operations of which attention is composed: kernels of the CPU alone round in another order
     torch.backends.cuda.enable_flash_sdp(False)
-    fused, block_attention._is_fused = block_attention._is_fused, lambda *_: False
+    kernel_for, block_attention.kernel_for = block_attention.kernel_for, lambda *_: None
     try:
         plain = stepped(task_of(name), plan, "cpu", clip)
         here = bug is not None and (bug.ranks is None or dist.get_rank() in bug.ranks)
@@ -96,7 +96,7 @@ def both(
         assert ran() > 0, "the bug did not run"
         return plain, moved
     finally:
-        block_attention._is_fused = fused
+        block_attention.kernel_for = kernel_for
         torch.backends.cuda.enable_flash_sdp(True)
 
 

@@ -26,7 +26,7 @@ from shardwise.costs.fp8 import FP8
 from shardwise.costs.host_seconds import HostSeconds, layer_host
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
-from shardwise.costs.rings import ACT_BYTES, Message, merged_bytes, ring_messages
+from shardwise.costs.rings import ACT_BYTES, LAUNCHES, Message, merged_bytes, ring_messages
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, handled_bytes
 
@@ -134,8 +134,6 @@ class BlockCosts:
             products = (self.kernels.layer_product(self.layout.tokens, wide, deep) for wide, deep in pairs)
             return (sum(products) + self._rotary()[0]) if self.shape.kv_latent else 0.0
         again = streams + attention[0] - attention[2]  # the rotary part of attention is elementwise
-        if self.is_written_ring:  # written out of operations of which not all are kept
-            again += attention[2]
         if self.software.selective == "products":  # in the order of a layer: of q, k, v, o, gate, up, down
             s, t, rows = self.shape, self.layout.tp, self.layout.tokens
             third = (s.ffn / t, s.hidden) if s.gated else (s.hidden, s.ffn / t)
@@ -205,11 +203,9 @@ class BlockCosts:
             forward, backward = self._unfused(lay.micro_batch * heads, queries, keys)
             return forward, backward, forward
         rope = self._rotary()
-        if self.is_written_ring:
-            forward, backward = self._written_ring(lay.micro_batch * heads)
-            return forward + rope[0], backward + rope[1], forward
-        if lay.cp > 1 and self.software.ring == "merged":  # as many blocks as ranks, each of a causal one's FLOPs
-            joined = (self._stream(moved, 6 * (int(lay.cp) - 1)) for moved in merged_bytes(s, lay, self.software))
+        if self.merges:  # as many blocks as ranks, each of a causal one's FLOPs
+            launches = (each * (int(lay.cp) - 1) for each in LAUNCHES[self.software.ring])
+            joined = map(self._stream, merged_bytes(s, lay, self.software), launches)
             forward, backward = (
                 lay.cp * self._fused(heads, queries, queries, backward=back) + more
                 for back, more in zip((False, True), joined, strict=True)
@@ -233,25 +229,9 @@ class BlockCosts:
         return share * over(s.window_keys(keys)) + (1 - share) * over(keys)
 
     @property
-    def is_written_ring(self) -> bool:
-        """Whether attention runs around a ring of cp and writes its scores to memory."""
-        return self.layout.cp > 1 and self.software.ring == "written" and self.kernels.device.kind != "cpu"
-
-    def _written_ring(self, rows: float) -> tuple[float, float]:
-        """Returns a rank's seconds of (forward, backward): a block of queries from either end, against all before.
-
-        Blocks on the causal diagonal are computed whole.
-        Passes over the scores, in float32: 8 forward (scaled, summed, subtracted, exponents), 14 backward.
-        """
-        lay, d = self.layout, self.shape.attention_width / self.shape.heads
-        queries, keys = lay.seq / lay.cp, lay.seq * (0.5 + 0.25 / lay.cp)
-        product = self.kernels.wide_product(rows, queries, keys, d)
-        moved = 4.0 * rows * queries * keys
-        blocks = 2 * int(lay.cp) + 1
-        return (
-            2 * product + self.kernels.stream(8 * moved, 8 * blocks),
-            5 * product + self.kernels.stream(14 * moved, 14 * blocks),
-        )
+    def merges(self) -> bool:
+        """Whether attention runs around a ring of cp whose blocks' outputs are merged by operations of their own."""
+        return self.layout.cp > 1 and self.software.ring in LAUNCHES and self.kernels.device.kind != "cpu"
 
     def _unfused(self, rows: float, queries: float, keys: float) -> tuple[float, float]:
         """Returns seconds of (forward, backward) of attention that writes its scores: products, softmax, dropout."""

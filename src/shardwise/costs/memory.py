@@ -26,7 +26,6 @@ RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
 COPIES = "copies for the optimizer"  # of gradients, and of state that rests by a code
 WEIGHTS_ALONE = "weights alone"  # in place of a peak, where nothing else was counted
-WRITTEN_SCORES = 2**26  # of a ring's block that this package writes at a time (parallel/sequence/block_attention)
 
 
 @dataclass(frozen=True)
@@ -286,23 +285,8 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
     stream = layout.tokens * shape.hidden * ACT_BYTES * max(1, shape.top_k)  # a token has a row for each expert
     block = 0.0
     if layout.cp > 1 and software.ring != "even":
-        written = software.ring == "written"
-        block = ring_block(shape, layout) if written else merged_block(shape, layout, software)
+        block = merged_block(shape, layout, software)
     return again + matrix + 2 * stream + block
-
-
-def ring_block(shape: Shape, layout: Layout) -> float:
-    """Returns the bytes of one block of a ring's backward that writes scores, in float32.
-
-    Scores, exponents and their gradients of as many rows as are written at a time; queries, keys and values of one of a
-    rank's two runs and their gradients, all heads; the whole output and its gradient, those of queries, and keys' and
-    values' beside those that pass by.
-    """
-    rows = layout.micro_batch * shape.heads_of(layout.tp * layout.ulysses)
-    run = layout.seq / layout.cp / 2
-    scores = min(rows * run**2, max(WRITTEN_SCORES, rows * run))
-    wide, narrow = (layout.tokens * width / layout.tp for width in (shape.query_width, shape.kv_width))
-    return 4 * (3 * scores + 6 * wide + 2 * narrow)
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:

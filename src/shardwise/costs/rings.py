@@ -1,7 +1,8 @@
 """What attention around a ring of cp sends, and what it moves beside its kernels, by the software's ring.
 
 even      keys and values travel around the ring beside the kernels; a fused kernel joins each block's output
-written   the same, with sums of gradients in float32 (parallel/sequence)
+passed    keys and values travel as above; each block's output is merged into a float32 one by elementwise ops, and
+          sums of keys' and values' gradients travel in float32 (this package's: parallel/sequence)
 merged    PyTorch's `context_parallel` (torch/distributed/tensor/experimental): keys and values of all ranks are
           gathered beside the first block, and again for backward; each block's output is merged into a float32
           one by elementwise ops; sums of keys' and values' gradients are passed on in float32, block by block
@@ -22,10 +23,16 @@ ACT_BYTES = 2  # activations in bf16 or fp16
 # subtracted again (12). Backward: gradients of queries are added (10), those of keys and values each (10), and both
 # copied to be passed on (16). Op by op both are copied to be gathered too (8), though they were
 MERGED = ((11.5, 31.5), (40.5, 58.5))
+# The same of this package's ring, in each pair of runs, op by op. Forward: widened (6), subtracted (12), weighed (8)
+# and added (12). Backward: gradients of queries are added (10), those of keys and values each (10), and rows of the
+# output and of its gradient are copied for the kernel (8)
+PASSED = (38.0, 38.0)
+LAUNCHES = {"merged": (6, 6), "passed": (24, 8)}  # of small kernels in each block: (forward, backward)
 # What to say of each
 RINGS = {
     "even": "a fused kernel for each block, causal work dealt evenly",
-    "written": "a block's scores are written in float32, causal work dealt evenly (zigzag), as this version does",
+    "passed": "a fused kernel for each block, causal work dealt evenly (zigzag), outputs merged in float32, as this "
+    "version does",
     "merged": "a fused kernel for each block, causal work dealt evenly, outputs merged in float32 (PyTorch's)",
 }
 
@@ -63,22 +70,29 @@ def ring_messages(shape: Shape, layout: Layout, software: Software) -> tuple[lis
         # nothing is left to compute while the last sums come home
         return [gather], [gather, *[passed] * (layout.cp - 1), Message("pass", "cp", passed.size_bytes)]
     # keys and values pass by again, and sums of their gradients: in float32, or as a fused kernel makes them
-    sums = 4 if software.ring == "written" else ACT_BYTES
+    sums = 4 if software.ring == "passed" else ACT_BYTES
     return [Message("ring", "cp", kv, True)], [Message("ring", "cp", (1 + sums / ACT_BYTES) * kv, True)]
 
 
 def merged_bytes(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
     """Returns the bytes that merging a ring's blocks moves in a layer: (forward, backward)."""
-    blocks = (layout.cp - 1) * layout.tokens * shape.output_width / layout.tp
-    forward, backward = MERGED[0 if software.fused else 1]
-    return forward * blocks, backward * blocks
+    if software.ring == "passed":  # pairs of runs, of which a rank has two: half of its queries in each
+        blocks, (forward, backward) = layout.cp + 0.5, PASSED
+    else:
+        blocks, (forward, backward) = layout.cp - 1, MERGED[0 if software.fused else 1]
+    elements = blocks * layout.tokens * shape.output_width / layout.tp
+    return forward * elements, backward * elements
 
 
 def merged_block(shape: Shape, layout: Layout, software: Software) -> float:
-    """Returns the bytes alive in the backward of a merged ring.
+    """Returns the bytes alive in the backward of a ring that merges.
 
-    Gathered keys and values, float32 sums of their gradients twice (its own, and those that it is sent), and of the
-    queries' gradients.
+    Keys and values (gathered; or a rank's, twice: those that it has and those that it is sent), float32 sums of their
+    gradients twice (its own, and those that it is sent), and of the queries' gradients. Where they are passed on, one
+    pair of runs beside it: keys and values with a head for each query's, and gradients of all three.
     """
     kv = gathered_keys(shape, layout, software)
+    if software.ring == "passed":
+        pair = ACT_BYTES * layout.tokens / 2 * 5 * shape.query_width / layout.tp
+        return kv / layout.cp * (2 + 2 * 4 / ACT_BYTES) + 4 * layout.tokens * shape.query_width / layout.tp + pair
     return kv * (1 + 2 * 4 / ACT_BYTES / layout.cp) + 4 * layout.tokens * shape.query_width / layout.tp

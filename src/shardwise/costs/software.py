@@ -92,8 +92,8 @@ class Software:
     selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
                      "elementwise" (all but products and attention), "products" (every second of them too), or "latents"
                      (queries, keys and values that are made of latents: Megatron-Core's mla_up_proj)
-    ring             attention around the ring of cp, causal work dealt evenly: "even" (a fused kernel), "written"
-                     (each block's scores in float32) or "merged" (PyTorch's): costs/rings
+    ring             attention around the ring of cp, causal work dealt evenly: "even" (one fused kernel), "passed"
+                     (one for each block, as here) or "merged" (PyTorch's): costs/rings
     repeats_keys     keys and values are copied for each head of queries that reads them
     waits            what a compiled block sends for cp is waited for where it stands (functional collectives, traced)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
@@ -231,7 +231,7 @@ SOFTWARE: dict[str, Software] = {
             unit_bytes=FSDP2_BYTES,
             selective="elementwise",
             reorders=True,
-            ring="written",
+            ring="passed",
             one_sum=False,
             stops_early=True,
             loss="torch",

@@ -33,13 +33,15 @@ class PathSize:
     what: str
 
 
-def _never(*args: Any) -> bool:
-    return False
+def _no_kernel(*args: Any) -> None:
+    """Returns None, as where a device has no fused kernel."""
 
 
 SIZES = (
     PathSize("parallel.sequence.block_attention", "MOST_SCORES", 64, "scores of more are written a few rows at a time"),
-    PathSize("parallel.sequence.block_attention", "has_fused", _never, "blocks are written out, as where no kernel is"),
+    PathSize(
+        "parallel.sequence.block_attention", "kernel_for", _no_kernel, "blocks are written out, as where no kernel is"
+    ),
     PathSize("parallel.sequence.ring_plan", "LEAST_TILE", 2, "positions whose mask is made and looked at by itself"),
     PathSize("parallel.sequence.ring_plan", "MOST_PAIRS", 1, "more pairs of runs are one masked block"),
     PathSize("part.tiles.overlap", "LEAST", 0.0, "larger convolutions compute while their halo is on its way"),

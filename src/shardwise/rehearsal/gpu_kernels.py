@@ -4,7 +4,7 @@
                 has a fused kernel for these: FlashAttention without a mask, the memory-efficient one else. As in
                 torch, scores are written in float64, and with dropout whose masks are one process's (randomness is
                 "global")
-    cut         positions go their own ways (parallel/sequence); a ring writes the scores of a block on a GPU
+    cut         positions go their own ways (parallel/sequence); a ring's kernels take 16 bits as they are on a GPU
     dropout     a CPU keeps a mask in the dtype of its input, a GPU one byte for each element
     recurrence  a CPU runs an op for each step, a GPU a layer in one call (rehearsal/cudnn_layers)
 
@@ -16,6 +16,7 @@ Source: which kernel torch takes, `aten/src/ATen/native/transformers/cuda/sdp_ut
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.sequence import block_attention
+from shardwise.parallel.sequence.fused_kernels import Kernel
 from shardwise.part.levels import has_cut_positions
 from shardwise.rehearsal.cudnn_layers import RECURRENT, as_one_call
 
 _ATEN = torch.ops.aten
 _ATTENTION = functional.scaled_dot_product_attention
 _DROPOUT = functional.dropout
-_HAS_FUSED = block_attention.has_fused
+_KERNEL_FOR = block_attention.kernel_for
 _HALF = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 256  # of a head, in FlashAttention
 
@@ -52,12 +54,12 @@ class Fused(TorchFunctionMode):
     def __enter__(self) -> Fused:
         functional.scaled_dot_product_attention = self._attend
         functional.dropout = partial(_dropout, _DROPOUT)
-        block_attention.has_fused = lambda device: False  # a ring's blocks, which have no fused kernel on a GPU here
+        block_attention.kernel_for = _kernel_for
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         functional.scaled_dot_product_attention, functional.dropout = _ATTENTION, _DROPOUT
-        block_attention.has_fused = _HAS_FUSED
+        block_attention.kernel_for = _KERNEL_FOR
         super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -82,6 +84,12 @@ class Fused(TorchFunctionMode):
         if has_cut_positions(query) or has_cut_positions(key):
             return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
         return _attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+
+def _kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Kernel | None:
+    """Returns the CPU's kernel, given tensors in their own dtype, where a GPU has one for a block of a ring."""
+    kernel = None if q.dtype == torch.float64 else _KERNEL_FOR(q, k, v, causal, scale)
+    return kernel and replace(kernel, widens=False)
 
 
 def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:

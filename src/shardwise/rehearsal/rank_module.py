@@ -15,6 +15,7 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.expert import ExpertParallel, install
 from shardwise.parallel.expert.expert_forward import compute_own_rows
 from shardwise.parallel.pipeline.boundaries import Stage, StagePlacement
+from shardwise.parallel.pipeline.hooks import ResultHooks
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part.crossing import axes_of
@@ -56,12 +57,14 @@ class RankModule:
     positions: Positions | None
     inner: tuple[Axis, ...]
     activations: Activations | None = None  # of the module that was built, where the plan moves them
+    result_hooks: ResultHooks | None = None  # of the module that was built, before hooks of this package are on it
 
     def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
         """Returns (module, its blocks) with this rank's shares, in the order in which a run applies techniques."""
         model = build(self.shares.task, self.fake, self.precision)
         blocks = blocks_of(model, self.shares.plan.wrap, nested=self.shares.task.branches == "same")
         absent = cut.absent if cut is not None else set()
+        self.result_hooks = ResultHooks(model)
         self._replace(model, absent)
         if self.positions is not None and self.positions.inside is not None:
             self.positions.inside.install(model)
@@ -93,8 +96,9 @@ class RankModule:
 
     def staged(self, model: nn.Module, stages: list[Stage]) -> StagedModule:
         """Returns the module as it runs these stages."""
+        assert self.result_hooks is not None, "`build` comes first"
         results = self.positions.results if self.positions is not None else {}
-        return _FakeStages(model, stages, self.precision.compute, self.inner, results)
+        return _FakeStages(model, stages, self.precision.compute, self.inner, results, self.result_hooks)
 
     def _replace(self, model: nn.Module, absent: set[str]) -> None:
         """Replace cut weights by this rank's shares, and those of other stages by shapes without memory."""

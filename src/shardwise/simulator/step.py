@@ -62,7 +62,7 @@ def simulate(
     if sum(layer.host) > times.layer.seconds * 0.999 * GAPS:
         forecast.basis["host"] = HOST_BASIS.format(1e3 * sum(layer.host))
     if layout.cp > 1:
-        forecast.basis["ring"] = RINGS["written" if block.is_written_ring else software.ring.replace("written", "even")]
+        forecast.basis["ring"] = RINGS[software.ring if block.merges else "even"]
     return forecast
 
 

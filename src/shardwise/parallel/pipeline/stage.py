@@ -78,17 +78,17 @@ class StagedModule:
 
     axes     that cut positions, outermost first
     results  how they cut the results of calls; those not named are whole
-    hooks    on the outermost module's result, for the last stage alone; by default all that it has now
+    hooks    the user's, on the outermost module's result: for the last stage alone
     """
 
     def __init__(
-        self, module: nn.Module, stages: list[Stage], dtype: torch.dtype, axes: Sequence[Axis] = (),
-        results: Results | None = None, hooks: ResultHooks | None = None,
+        self, module: nn.Module, stages: list[Stage], dtype: torch.dtype, axes: Sequence[Axis], results: Results,
+        hooks: ResultHooks,
     ):  # fmt: skip
         self.module = module
-        self._result_hooks = hooks or ResultHooks(module)
+        self._result_hooks = hooks
         self.dtype = dtype  # of what is computed
-        self.axes, self.results = axes, results or {}
+        self.axes, self.results = axes, results
         self._made_up = LeftOutResults(dtype, axes)
         self.stages = {stage.index: stage for stage in stages}
         self._actions: dict[int, dict[tuple[int, int], Action]] = {}  # by stage: `_actions_of`

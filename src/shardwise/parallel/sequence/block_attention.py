@@ -1,8 +1,8 @@
 """Attention of one block of queries and keys, for a ring. Forecasts: costs/software, rehearsal/gpu_kernels.
 
-A fused kernel does it where there is one that returns that sum: on a CPU, for blocks without a mask and for those on
-the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are written, of as many rows at a time as
-`MOST_SCORES` allows, and written again in backward.
+A fused kernel does it where there is one that returns that sum (`fused_kernels`), for blocks without a mask and for
+those on the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are written, of as many rows at a time
+as `MOST_SCORES` allows, and written again in backward.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
-from shardwise.device import on_host
+from shardwise.parallel.sequence.fused_kernels import Kernel, kernel_for
 from shardwise.parallel.sequence.pair_mask import MaskBlock
 
 MOST_SCORES = 2**26  # that are written at a time: 256 MiB in float32, where several rows are no more
-
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -31,14 +28,9 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
     return torch.where(lse.isinf(), torch.zeros_like(lse), lse)
 
 
-def has_fused(device: torch.device) -> bool:
-    """Returns whether a device has a fused attention kernel, of those called here, that returns log-sum-exps."""
-    return on_host(device)
-
-
-def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: Any) -> bool:
-    # the kernel takes one size of heads for all three, and at least one head
-    return has_fused(q.device) and bias is None and q.shape[-1] == v.shape[-1] and q.shape[1] > 0
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool, scale: float) -> Kernel | None:
+    """Returns the fused kernel of a block, or None where its scores are written."""
+    return kernel_for(q, k, v, causal, scale) if bias is None else None
 
 
 def _rows(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
@@ -72,13 +64,17 @@ def _scores(
 def attended(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (output (B, H, s, D), log-sum-exp (B, H, s)) of queries (B, H, s, D) and keys (B, H, t, D), both wide.
+    """Returns (output (B, H, s, D), log-sum-exp (B, H, s)), both wide, of queries (B, H, s, D) and keys (B, H, t, D).
 
     bias    True where a key may be read, or what is added to scores; broadcast to (B, H, s, t), or a `MaskBlock` of it
     causal  the block lies on the diagonal: row i reads columns up to i
     """
-    if _is_fused(q, v, bias):
-        return _fused(q, k, v, 0.0, causal, scale=scale)
+    dtype, kernel = wide(q.dtype), _fused(q, k, v, bias, causal, scale)
+    if kernel is None or kernel.widens:
+        q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+    if kernel is not None:
+        output, lse = kernel.forward(q, k, v, causal, scale)
+        return output.to(dtype), lse
     outputs, sums = [], []
     for rows in _rows(q, k):
         scores = _scores(q[:, :, rows], k, _of_rows(bias, rows), causal, scale, rows.start)
@@ -95,11 +91,13 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Returns gradients of a block's queries, keys and values, and of its scores where that of the bias is wanted.
 
-    output, lse  those of the whole row, merged over all blocks
+    gradient, output, lse  those of the whole row, merged over all blocks; the last is wide
     """
-    if _is_fused(q, v, bias):
-        fused = _fused_backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
-        return (*fused, None)
+    kernel = _fused(q, k, v, bias, causal, scale)
+    dtype = wide(q.dtype) if kernel is None or kernel.widens else q.dtype
+    gradient, q, k, v, output = (tensor.to(dtype) for tensor in (gradient, q, k, v, output))
+    if kernel is not None:
+        return *kernel.backward(gradient, q, k, v, output, lse.contiguous(), causal, scale), None
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kept = []
     for rows in _rows(q, k):

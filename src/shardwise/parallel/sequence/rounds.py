@@ -51,9 +51,9 @@ def forward_around(
         for q_at, k_at, q_here, k_here, kind in pairs(call, source):
             rows, columns = slice(*q_here), slice(*k_here)
             bias = bias_of(call, mask, q_at, k_at, kind, q.device)
-            # widened and repeated for one pair of runs at a time: what passes around is narrow, and as few as it is
-            keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
-            out_here, lse_here = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
+            # repeated (and widened) for one pair of runs at a time: what passes around is narrow, and as few as it is
+            keys, values = (_expanded(t[:, :, columns], heads, reads) for t in (key, value))
+            out_here, lse_here = attended(q[:, :, rows], keys, values, bias, kind == "diagonal", call.scale)
             lse_here = lse_here.double()
             # exp(lse_here) / (exp(lse_here) + exp(lse)): 1 where no earlier pair let a row read anything, 0 where this
             # one does not, which are differences of infinities
@@ -73,7 +73,6 @@ def backward_around(
     call, reads, dtype, heads = ring.call, ring.reads, wide(q.dtype), q.shape[HEADS]
     dq = torch.zeros_like(q, dtype=dtype)
     dmask = torch.zeros_like(mask, dtype=dtype) if wants_mask and mask is not None else None
-    dout, output = gradient.to(dtype), output.to(dtype)
 
     def block(source: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # summed in the wide dtype around the whole ring, so that more ranks do not mean more rounding
@@ -82,9 +81,9 @@ def backward_around(
         for q_at, k_at, q_here, k_here, kind in pairs(call, source):
             rows, columns = slice(*q_here), slice(*k_here)
             bias = bias_of(call, mask, q_at, k_at, kind, q.device)
-            keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
+            keys, values = (_expanded(t[:, :, columns], heads, reads) for t in (key, value))
             of_q, of_k, of_v, of_scores = gradients(
-                dout[:, :, rows], q[:, :, rows].to(dtype), keys, values, output[:, :, rows], lse[:, :, rows], bias,
+                gradient[:, :, rows], q[:, :, rows], keys, values, output[:, :, rows], lse[:, :, rows], bias,
                 kind == "diagonal", call.scale, dmask is not None,
             )  # fmt: skip
             dq[:, :, rows] += of_q

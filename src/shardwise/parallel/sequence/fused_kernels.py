@@ -1,0 +1,134 @@
+"""Fused attention of one block of a ring: torch's kernels that return log-sum-exps, and which of them a block takes.
+
+    kernel       on    computes in         its log-sum-exp, float32
+    for the CPU  CPU   float32 or float64  (B, H, s)
+    flash        GPU   16 bits             (B, H, s)
+    efficient    GPU   16 or 32 bits       (B, H, s rounded up to 32), filled up with inf
+    cuDNN        GPU   16 bits             (B, H, s, 1)
+
+On a GPU the kernel is the one that `scaled_dot_product_attention` would take for these tensors, `torch.backends.cuda`'s
+switches included. Each backward takes the output and the log-sum-exp of the whole row, which need not be its own: so
+blocks of one row, and their gradients, may take different kernels.
+
+What this does not do: blocks with a mask or a bias, values of another width than keys, float64 on a GPU, and kernels of
+other accelerators: None, and scores are written (`block_attention`). Source of the signatures: torch's
+`native_functions.yaml`; of the shapes: `torch/_meta_registrations.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from shardwise.device import on_host
+
+_ATEN = torch.ops.aten
+_LSE_ROWS = 32  # to a multiple of which the memory-efficient kernel rounds a log-sum-exp's rows up
+_FLASH_WIDTH = 8  # of which the width of a head is a multiple for flash: torch fills it up outside the kernel
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused attention kernel.
+
+    forward   (q, k, v, causal, scale) -> (output (B, H, s, D), log-sum-exp (B, H, s))
+    backward  (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of (q, k, v)
+    widens    it is given tensors in the dtype in which blocks are merged; else in their own
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    widens: bool = False
+
+
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Kernel | None:
+    """Returns the kernel for a block of queries (B, H, s, D) and keys (B, H, t, D) without a mask, or None.
+
+    causal  row i reads columns up to i
+    """
+    if q.shape[-1] != v.shape[-1] or not q.shape[1]:
+        return None
+    if on_host(q.device):
+        return FOR_CPU
+    # kernels differ in where the diagonal of a block lies that is not square
+    if not q.numel() or not k.numel() or (causal and q.shape[-2] != k.shape[-2]):
+        return None
+    return KERNELS.get(torchs_choice(q, k, v, causal, scale))
+
+
+def torchs_choice(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> SDPBackend:
+    """Returns the kernel by which torch would compute attention of these tensors and its gradients on their device."""
+    if q.device.type != "cuda":  # of other accelerators, torch documents no kernel that returns log-sum-exps
+        return SDPBackend.MATH
+    asked = [tensor.detach().requires_grad_() for tensor in (q, k, v)]  # some have no backward for wide heads
+    choice = SDPBackend(torch._fused_sdp_choice(*asked, None, 0.0, causal, scale=scale))
+    return SDPBackend.MATH if choice == SDPBackend.FLASH_ATTENTION and q.shape[-1] % _FLASH_WIDTH else choice
+
+
+def _seeds(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns a (seed, offset) of dropout for kernels that take one; there is no dropout, and it is not read."""
+    return torch.zeros(sizes, dtype=dtype, device=like.device), torch.zeros((), dtype=dtype, device=like.device)
+
+
+def _for_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _for_cpu_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+
+
+def _flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, drawn = (q.shape[-2], k.shape[-2]), _seeds(q, (2,), torch.uint64)
+    backward = _ATEN._scaled_dot_product_flash_attention_backward
+    return backward(gradient, q, k, v, output, lse, None, None, *rows, 0.0, causal, *drawn, scale=scale)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return output, lse[..., : q.shape[-2]]
+
+
+def _efficient_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    filled = (
+        lse if torch.version.hip else torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
+    )
+    backward, drawn = _ATEN._scaled_dot_product_efficient_attention_backward, _seeds(q, (), torch.int64)
+    wanted = [True, True, True, False]  # no gradient of a bias
+    return backward(gradient, q, k, v, None, output, filled, *drawn, 0.0, wanted, causal, scale=scale)[:3]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return output, lse.view(q.shape[:-1])
+
+
+def _cudnn_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, drawn = (q.shape[-2], k.shape[-2]), _seeds(q, (), torch.int64)
+    backward, lse = _ATEN._scaled_dot_product_cudnn_attention_backward, lse.unsqueeze(-1)
+    return backward(gradient, q, k, v, output, lse, *drawn, None, None, None, *rows, 0.0, causal, scale=scale)
+
+
+FOR_CPU = Kernel(_for_cpu, _for_cpu_backward, widens=True)
+KERNELS = {
+    SDPBackend.FLASH_ATTENTION: Kernel(_flash, _flash_backward),
+    SDPBackend.EFFICIENT_ATTENTION: Kernel(_efficient, _efficient_backward),
+    SDPBackend.CUDNN_ATTENTION: Kernel(_cudnn, _cudnn_backward),
+}
