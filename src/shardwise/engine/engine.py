@@ -199,7 +199,7 @@ class Engine:
         return during(evaluation_weights(self.state), outputs) if has_mode(self.state.optimizer) else outputs
 
     def metrics(self) -> dict[str, float]:
-        """Returns Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+        """Returns {metric: value} of `Task.metrics` over all samples of the last step, or of `evaluate`. Collective."""
         return steps.collect_metrics(self.state)
 
     # --- whole tensors
@@ -249,7 +249,7 @@ class Engine:
     # --- looking on
 
     def memory(self) -> dict[str, int | None]:
-        """Returns bytes held by this rank now: parameters (masters too), gradients, optimizer; peak on a GPU."""
+        """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer", "peak" (GPU)."""
         return weights_out.memory(self.state)
 
     @contextmanager
@@ -314,7 +314,7 @@ class Engine:
 
     @property
     def steps_done(self) -> int:
-        """Returns optimizer steps so far, skipped ones included."""
+        """Returns the number of optimizer steps so far, skipped ones included."""
         return self.state.steps_done
 
     @property

@@ -117,9 +117,9 @@ def _search(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the first candidate that a rehearsal on shares goes through with, as JSON: its place, and what was noted.
+    """Returns, as a JSON dict, the first candidate with which a rehearsal on shares succeeds: "place" and these keys.
 
-    zigzag   whether it goes through so dealt, where attention is causal
+    zigzag   whether it succeeds with shares dealt in zigzag, where attention is causal
     tables   whether ranges inside the module are dealt alike
     met      the collectives of the first rank and of the last
     routes   of attention, and what is gathered whole, for people
@@ -206,7 +206,7 @@ def _of_integers(positions: Positions, batch: Any) -> bool:
 
 
 def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[Met]]:
-    """Returns the first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
+    """Returns (the refusal of a trial as the first rank or the last, None without; the collectives of both).
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
     """
@@ -270,7 +270,7 @@ def _candidates(
 
 
 def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) -> Iterator[Candidate]:
-    """Yields candidates that cut what blocks hand on (patches of a picture, frames of a sound), not the batch."""
+    """Yields candidates that cut tensors between blocks (patches of a picture, frames of a sound), not the batch."""
     whole: tuple[Cuts, ...] = ((),) * len(tree_flatten(batch)[0])
     for inside in sequence.insides(find_blocks(built.module).paths, inner, least):
         positions = Positions(whole, _names(batch), "sequence", least, inside=inside)
@@ -318,7 +318,7 @@ def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
 ) -> tuple[RefusedPlan | None, Met]:  # fmt: skip
-    """Returns the refusal, or None, of a trial forward and backward at a place on the axes, and its collectives.
+    """Returns (refusal or None, hashes of collectives) of a trial forward and backward as the rank at `place`.
 
     Nothing is sent.
     """

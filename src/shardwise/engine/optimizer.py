@@ -111,7 +111,7 @@ def _remade(optimizer: Optimizer) -> Optimizer:
 
 
 def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[bool] = ()) -> Nature:
-    """Run the optimizer on small tensors of the same kinds of shape: whole, one at a time, and in pieces.
+    """Returns the `Nature` that a trial shows: the optimizer runs on small tensors whole, one by one, and in pieces.
 
     numbers  of each shape, whether it is one of complex numbers; none are where it is empty
     Results are compared relative to the size of the updates, with all arithmetic kept in float64.
@@ -290,7 +290,7 @@ def make_optimizer(
     tensor: TensorParallel | None = None,
     marks: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> tuple[Optimizer, OwnedMasters | None]:
-    """Returns this rank's optimizer, and the owners of whole tensors where it needs these.
+    """Returns (this rank's optimizer, the whole tensors that this rank owns where it needs these, else None).
 
     nature  what `try_out` found
     tensor  the cuts of tp

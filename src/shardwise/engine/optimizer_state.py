@@ -68,14 +68,14 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
 
 
 def _source(state: RankState, name: str) -> int:
-    """Returns the rank whose row describes a parameter's state: this one; under a pipeline the first that holds it."""
+    """Returns the rank whose row describes a parameter's state: this rank; under a pipeline the first that holds it."""
     if state.staged is None:
         return state.mesh.rank
     return state.mesh.pp.ranks[state.staged.cut.holders[name][0]]
 
 
 def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
-    """Returns this rank's row of the table, and the tensors that it counts, by parameter."""
+    """Returns ({name: this rank's `_Row` of the table}, {name: the tensors of that row, by number})."""
     cuts = set(state.tensor.cuts if state.tensor is not None else ())
     cuts |= set(state.experts.experts if state.experts is not None else ())
     # A share over tp or ep is whole to its technique, and a piece of the weight.

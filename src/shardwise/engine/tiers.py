@@ -42,7 +42,7 @@ from shardwise.tiers.subgroups import Path, Spec
 
 
 def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | None:
-    """Returns where the optimizer's state lies between steps, as the plan says; None where all it updates is here.
+    """Returns the tiers of the optimizer's state between steps, as the plan says; None where all of it stays here.
 
     makes   what makes such an optimizer, by which it is tried; one for each of the settings that its groups have
     Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
@@ -86,7 +86,7 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
 
 
 def _op_by_op(state: RankState) -> list[str]:
-    """Returns a notice where the host's processor updates op by op what one of torch's kernels could."""
+    """Returns [a notice] where the host's processor updates weights op by op, and torch has a fused kernel; else []."""
     if not weights_on_host(state.plan.offload) or getattr(state.optimizer, "defaults", {}).get("fused", True):
         return []
     return [
@@ -96,14 +96,14 @@ def _op_by_op(state: RankState) -> list[str]:
 
 
 def _moving(state: RankState) -> tuple[Placement, ...]:
-    """Returns the placements for which state moves: none to the host, where weights lie there with what they have."""
+    """Returns the plan's placements of optimizer state that move it: none to the host where weights lie there."""
     beside = weights_on_host(state.plan.offload)
     placed = placements(state.plan.offload, "optimizer")
     return tuple(placement for placement in placed if not (beside and placement.tier == "host"))
 
 
 def _narrow(state: RankState) -> str:
-    """Returns what a plan says of state that rests in fewer bytes: its keys and values; "" where it says nothing."""
+    """Returns the plan's keys of state that rests in fewer bytes, as "optimizer_state=int8"; "" where it has none."""
     keys = ("optimizer_state", "masters")
     return ",".join(f"{key}={getattr(state.plan, key)}" for key in keys if getattr(state.plan, key) != "full")
 

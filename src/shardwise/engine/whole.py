@@ -50,7 +50,7 @@ def full_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _born_later(staged: StagedForward, buffers: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Returns name -> first pipeline rank that has it, for buffers that a forward has created. Collective."""
+    """Returns {name: first pipeline rank that has it} of buffers that a forward has created. Collective."""
     later = gather_json(sorted(buffers.keys() - staged.cut.buffers.keys()), staged.axis, staged.device)
     # reversed, so that the first rank is the one that stays
     return {name: index for index, names in reversed([*enumerate(later)]) for name in names}

@@ -71,7 +71,7 @@ def _numbers(parity: Parity, kind: str, actual: list[float], expected: list[floa
 
 
 def _floors(single: Record, step: int) -> dict[str, Floor]:
-    """Returns, for each kind of tensor, the function name -> floor of its error after a step."""
+    """Returns {kind of tensor: function from a name to the size below which errors count as absolute, after a step}."""
     if step < 0:
         return {"parameter": lambda name: single.lr}
     gradient = GRADIENT_FLOOR * _largest(single.gradients[step].values())

@@ -45,7 +45,7 @@ Named = dict[str, set[str]]  # what -> the dtypes that were seen of it
 
 @dataclass
 class SeenDtypes:
-    """The dtypes that one rank, or one process, used in a step.
+    """The dtypes that one rank, or one process, used in a step, each by its name in torch ("bfloat16").
 
     carried   by collectives: (tag, op) -> dtypes
     masters, gradients, buffers   by parameter's name; of buffers in which gradients add up, by number
@@ -104,7 +104,7 @@ def returned(module: nn.Module, given: set[str]) -> Iterator[Named]:
 
 
 def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
-    """Returns the loss, which adds to `seen` the dtypes of the output that it reads."""
+    """Returns the loss function, which now adds to `seen` the dtypes of the model's output that it is given."""
 
     @wraps(loss)
     def noted(output: Any, *args: Any) -> Any:
@@ -116,7 +116,7 @@ def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[SeenDtypes]:
-    """Context around one step: yields its dtypes, complete when it ends."""
+    """Context around one step of an engine: yields the dtypes that it uses, complete when the context ends."""
     seen, forward = SeenDtypes(), engine.state.forward
     task = forward.task
     # here and not in the task that the engine is made of: the look at a task follows what its loss writes

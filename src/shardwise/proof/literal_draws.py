@@ -111,7 +111,7 @@ def difference(func: Any, args: tuple, kwargs: dict) -> list[str]:
 
 
 def _repeated(args: tuple, times: int) -> tuple:
-    """Returns the arguments of a draw of so many times the numbers."""
+    """Returns a random operation's arguments with a first dim of `times` before each tensor's dims and each size."""
     return tuple(
         arg.detach().expand(times, *arg.shape).clone() if isinstance(arg, torch.Tensor)
         else [times, *arg] if isinstance(arg, list | tuple) else arg
@@ -137,7 +137,7 @@ def _below(shape: tuple[int, ...], device: torch.device, rate: float) -> torch.T
 
 
 def _moments(drawn: Any) -> list[tuple[float, float, int]]:
-    """Returns (mean, variance, count) of bounded functions of what was drawn: tan(x) has no mean, tanh(x) has one."""
+    """Returns (mean, variance, count) of three bounded functions of each drawn tensor: a draw may have no mean."""
     moments = []
     for leaf in tree_leaves(drawn):
         numbers = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).detach().double()

@@ -24,7 +24,7 @@ NEAR = 1e-12
 
 
 def steps(train: Any, samples: int | None, batch: int) -> int | None:
-    """Returns the optimizer steps of `epochs` passes over so many samples; None where steps are asked for.
+    """Returns the optimizer steps of `train.epochs` passes over `samples`; None where the run is given in steps.
 
     The last batch of an epoch holds what is left. A part of an epoch counts its batches, rounded up.
     """
@@ -138,7 +138,7 @@ def _fast_masks(seed: int) -> list[str]:
 
 
 def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> list[str]:
-    """Returns a sentence for each thing that a job has settled otherwise.
+    """Returns a sentence for each setting (steps, rates, schedule) that a job has otherwise than computed here.
 
     samples      of the task's data; None where it makes its batches
     run_factor   the run's schedule: step -> factor

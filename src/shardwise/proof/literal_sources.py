@@ -42,7 +42,7 @@ MOST_BYTES, MOST_CHATS = 2**20, 2000  # of text files whose tokens are made agai
 
 
 def one_by_one(data: Any, indices: list[int]) -> Any:
-    """Returns these samples of what a proof reads (`First`), joined; None where the source is none of the package's."""
+    """Returns the batch of these samples of a proof's source (`First`); None for a source that is not the package's."""
     source: Any = getattr(data, "source", None)
     read = _reader(source)
     if read is None:
@@ -53,7 +53,7 @@ def one_by_one(data: Any, indices: list[int]) -> Any:
 
 
 def miscounted(task: Any) -> list[str]:
-    """Returns a sentence for each of a task's sources that has another number of samples than it tells."""
+    """Returns a sentence for each of a task's sources whose `len()` is not its number of samples, counted here."""
     told = []
     for name in ("data", "eval_data"):
         source = getattr(task, name)
@@ -72,7 +72,7 @@ def leaked(task: Any) -> list[str]:
 
 
 def mistokenized(section: Any, task: Any) -> list[str]:
-    """Returns a sentence where the tokens of a task's text files are not those of their texts, each with its end."""
+    """Returns [a sentence] where a task's tokens are not those of its text files, each with the end token; else []."""
     named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
     files = [Path(path) for paths in named for path in paths]
     if not isinstance(task.data, TokenSource) or not files or sum(file.stat().st_size for file in files) > MOST_BYTES:
@@ -91,7 +91,7 @@ def _texts(file: Path) -> list[str]:
 
 
 def _span(source: Any) -> Any:
-    """Returns where a source's text begins and ends; None of one without."""
+    """Returns (start, stop) of a source's part of its text or tokens; None for a source without such a part."""
     if isinstance(source, BytesSource):
         return source.start, source.stop
     return source.span if isinstance(source, TokenSource) else None
@@ -109,7 +109,7 @@ def _count(source: Any) -> int | None:
 
 
 def _reader(source: Any) -> Callable[[Any, int], Any] | None:
-    """Returns (source, index) -> a batch of that sample; None for what is read as it is."""
+    """Returns a function (source, index) -> batch of that sample; None for a source that is not read a second time."""
     if isinstance(source, Blend):
         return _of_blend
     if isinstance(source, TokenSource):
@@ -185,7 +185,7 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
 
 
 def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
-    """Returns (tokens, which are learned) of a conversation: its answers, each with the mark that ends it."""
+    """Returns (tokens, for each whether it is learned) of a conversation: answers are, each with its end token."""
     tokenizer, turns = _tokenizer(folder), record["messages"]
     options = {"tools": record["tools"]} if record.get("tools") else {}
 
@@ -234,7 +234,7 @@ def _of_digits(source: DigitsSource, index: int) -> Any:
 
 @lru_cache(maxsize=1)
 def _digits() -> dict[bytes, int]:
-    """Returns the label of each image, as the bytes that a source has of it."""
+    """Returns {bytes of an image as float32: its label} of the handwritten digits that sklearn packages."""
     (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
     rows = np.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=",")
     return {(row[:-1] / 16).astype(np.float32).tobytes(): int(row[-1]) for row in rows}

@@ -57,7 +57,7 @@ def differences(task: Task, module: nn.Module) -> list[str]:
 
 
 def is_looked_at(task: Task, module: nn.Module) -> bool:
-    """Whether `differences` runs the constructor: who does goes on with a module that is built after it.
+    """Whether `differences` runs the constructor again; the caller then builds the module that it uses after that.
 
     What a constructor leaves outside of its module (a list that it fills) is then that module's.
     """
@@ -96,7 +96,7 @@ def _other_widths(model: Callable[[], nn.Module], drawn: list[str], values: Valu
 
 
 def _apart(drawn: list[str], values: Values, first: Values) -> float:
-    """Returns how far means of bounded functions of the numbers lie apart, in units of what chance does to them."""
+    """Returns the largest difference in means of bounded functions of drawn tensors, in standard errors."""
     most = 0.0
     for bounded in (torch.tanh, lambda numbers: torch.tanh(numbers).square()):
         units = []

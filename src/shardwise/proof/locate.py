@@ -92,7 +92,7 @@ def _number(
 
 
 def _modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    """Returns the first output of a module that differs, with the module that made it."""
+    """Returns the first output of a module that differs on a rank, with the module that made it; None without one."""
     for key, expected in single.forward.items():
         for rank, trace in enumerate(traces):
             difference = _difference(expected, trace.forward.get(key), pipelined)
@@ -125,7 +125,7 @@ def _gradients_of_modules(step: int, single: CallTrace, traces: Sequence[CallTra
 
 
 def _ran(trace: CallTrace, key: Key) -> bool:
-    """Returns whether a rank ran this call: on ranks of other stages it has no outputs, or made-up ones (NaN)."""
+    """Whether a rank ran this call: on ranks of other stages it has no outputs, or made-up ones (NaN)."""
     gave = [value for other, value in trace.forward.items() if other[:3] == key[:3]]
     return bool(gave) and not any(bool(torch.isnan(value.tensor).any()) for value in gave)
 

@@ -67,7 +67,7 @@ class Watching:
 
     @contextmanager
     def around(self, engine: Engine) -> Iterator[None]:
-        """Context around a rank's steps. Collective."""
+        """Context around a rank's steps: fills `seen`. Collective."""
         self._average = {name: value.double() for name, value in _whole(engine).items()}
         self._engine = engine
         with engine.around("update", partial(self._noting, engine)):
@@ -110,7 +110,7 @@ def watching(task: Task, settings: RunSettings) -> Watching:
 
 
 def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watching], folder: Path) -> list[str]:
-    """Returns a sentence for each thing that the run wrote and that is not what its own weights say."""
+    """Returns a sentence for each number or file that the run wrote and that its own weights do not give."""
     watched = ranks[0]
     seen, last = watched.seen, settings.steps - 1
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -181,7 +181,7 @@ def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) ->
 def _off_evaluations(
     task: Task, plan: Any, settings: RunSettings, seen: SeenRun, evaluations: dict[int, Any]
 ) -> list[str]:  # fmt: skip
-    """Returns a sentence for each held-out loss that is further from one process's than its arithmetic allows."""
+    """Returns a sentence for each held-out loss that is further from one process's than rounding moves that."""
     own = Settings(seed=settings.seed, dtype=torch.promote_types(dtypes.said(plan)[1], torch.float32))
     module, told = plain_module(task, own).eval(), []
     for step, numbers in sorted(evaluations.items()):

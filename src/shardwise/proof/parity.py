@@ -143,7 +143,7 @@ def _many(
 
 @dataclass(frozen=True)
 class _SameTask:
-    """A job whose task is as it was given."""
+    """Stands for a job: `build_task` returns the task that was given, resolved."""
 
     task: Any
 
@@ -221,7 +221,7 @@ def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
 
 
 def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
-    """Returns (the oracle's record, the settings it ran in).
+    """Returns (the oracle's `Record`, the `Settings` that it ran in: float32 where a kernel has no float64).
 
     Raises `InputError` where the task fails in plain PyTorch too, `RefusedPlan` where the oracle alone fails.
     """
@@ -247,7 +247,7 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _refuse_half(task: Task, settings: Any) -> None:
-    """Raises `InputError` for a batch of half precision on which one process fails: the proof makes it float64."""
+    """Raises `InputError` for a half-precision batch on which one process fails: the proof's float64 would hide it."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -324,7 +324,7 @@ def _ran(function: Any, asked: tuple, pool: Any, timeout_s: float) -> list[Any]:
 
 
 def _joined(records: list[Any]) -> Any:
-    """Returns rank 0's record, with what other ranks have that differs from it."""
+    """Returns rank 0's `Record`, with the other ranks' deviations and differences from it added."""
     first, *others = records
     for rank, other in enumerate(others, 1):
         for name, mine, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms)):

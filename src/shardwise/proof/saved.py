@@ -23,7 +23,7 @@ from shardwise.training.keeping import GOES_ON, SAVED_ALL_THE_SAME
 
 
 def read_saved(folder: Path, record: RunRecord) -> None:
-    """Put what the newest checkpoint under a run's folder holds into the record, whole; nothing where there is none.
+    """Put the whole tensors of the newest checkpoint under a run's folder into the record; nothing without one.
 
     A save that failed is a difference: the run itself may go on, with a notice.
     """

@@ -75,7 +75,7 @@ def _less(tensor: torch.Tensor, extents: frozenset[int]) -> torch.Tensor:
 
 
 def _extents(task: Any) -> frozenset[int]:
-    """Returns the extents of a batch's dims, but samples, that may be one less as far as one process is concerned."""
+    """Returns the sizes of a batch's dims behind the first that can be one less without one process failing."""
     resolved, precision, fine = resolve_task(task), Precision.of(Plan()), set[int]()
     if resolved.batch is None:
         return frozenset()

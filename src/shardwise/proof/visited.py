@@ -28,7 +28,7 @@ MOST_BLOCKS = 512  # that the one process counts through
 
 @dataclass(frozen=True)
 class Visited(Order):
-    """An order of which each batch of a proof reads another place; `starts` are where, `batch` how many there."""
+    """An order of samples in which each batch of a proof starts elsewhere: at `starts`, `batch` samples each."""
 
     own: Order | None = None
     starts: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Visited(Order):
         return np.concatenate([self._at(start + at, place) for at, place in enumerate(places)])
 
     def _at(self, position: int, place: int) -> np.ndarray:
-        """Returns the sample there: of every other batch as a run finds it that goes on there, as a blend's may."""
+        """Returns the sample at a place, (1,); every other batch of a blend as a resumed run would find it."""
         own = self.own
         assert own is not None
         if isinstance(own, BlendOrder) and position // self.batch % 2:
@@ -61,14 +61,14 @@ def _places(starts: tuple[int, ...], batch: int, start: int, stop: int) -> list[
 
 
 def visiting(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Order | None:
-    """Returns the source's order as the ranks of a proof read it; None where it defines none."""
+    """Returns the source's own order as the ranks of a proof read it; None for a source without one."""
     ask = getattr(source, "order", None)
     own = ask(seed) if callable(ask) else None
     return Visited(len(source), seed, own=own, starts=starts, batch=batch) if isinstance(own, Order) else None
 
 
 def literal(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Callable[[int, int], list[int]]:
-    """Returns (start, stop) -> samples, as the one process finds them; an order of the task's own is asked itself."""
+    """Returns a function (start, stop) -> samples in the one process; an order of the task's own is asked itself."""
     if not isinstance(source, Blend):
         own = source.order(seed)
         return lambda start, stop: [int(own.indices(p, p + 1)[0]) for p in _places(starts, batch, start, stop)]
@@ -95,7 +95,7 @@ def _cells(seed: int, block: int) -> list[int]:
 
 
 def _counts(weights: tuple[float, ...]) -> list[int]:
-    """Returns how many places of a block each source has: rounded down, the largest remainders up, one at least."""
+    """Returns how many of a block's places each source of a blend gets, at least one; remainders go to the largest."""
     exact = [weight / sum(weights) * BLOCK for weight in weights]
     counts = [max(1, int(value)) for value in exact]
     for index in sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i]):

@@ -142,7 +142,7 @@ class ModuleWatch:
 
 
 def rows_of(expected: SampledTensor, actual: SampledTensor) -> torch.Tensor | None:
-    """Returns the rows of one process's tensor for the samples in a rank's tensor; None where they are not known."""
+    """Returns the rows of one process's tensor for the samples in a rank's; None where they cannot be told."""
     a, b = actual.tensor, expected.tensor
     # a tensor without a dim of samples (a mean over positions, say) is whole on every rank
     if actual.count == actual.total or (

@@ -77,7 +77,7 @@ class Calls(Loop):
         self.forwards = 0  # by which "fast" draws are seeded
 
     def compares(self) -> None:
-        """Raise where what ranks hold alike has come apart. Collective."""
+        """Raise where weights or buffers that all ranks should hold alike differ. Collective."""
         if (script := self._script()) is not None:
             script.compare()
 
@@ -88,7 +88,7 @@ class Calls(Loop):
 
     @property
     def of_loss(self) -> Dealt | None:
-        """Returns which samples the loss at hand belongs to, even if the script has fetched its next batch already."""
+        """Returns the `Dealt` of the batch that the loss was computed from, even if the next is fetched already."""
         return self.used or self.dealt
 
     @property
@@ -103,8 +103,8 @@ class Calls(Loop):
 
     @property
     def counted_once(self) -> tuple[Axis, ...]:
-        """Returns the axis whose ranks compute one loss of all samples, which counts once; none where each has its own,
-        or all of it."""
+        """Returns (data axis,) where its ranks compute one loss of all samples, counted once; () where each has its
+        own loss, or holds the whole model and batch."""
         return (self.mesh.data,) if self.whole is not None and self.whole.spreads else ()
 
     @property
@@ -120,16 +120,16 @@ class Calls(Loop):
 
     @property
     def _look_now(self) -> ModelLook:
-        """What is known of the entry that runs."""
+        """Returns what the look has shown of the submodule that the script calls now; an empty one without a look."""
         return self._looked.get(self.entries.now) or ModelLook([], [])
 
     @property
     def draws(self) -> SampleDraws | None:
-        """Returns what follows random draws, one object for all models of a loop."""
+        """Returns the mode that follows random draws, the same for all models of a loop; or None."""
         return self.leader._watched
 
     def _held_beside(self) -> Share | None:
-        """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand."""
+        """Returns this rank's samples of the current batch of another loader (`Prepared.split`); None without one."""
         return self.leader.other.local
 
     # --- the model
@@ -202,7 +202,7 @@ class Calls(Loop):
         return module.training and torch.is_grad_enabled() and not self.engine.state.phase.looked_at
 
     def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The call on this rank's samples, for which the model draws, alone or as a stand-in."""
+        """Returns (args, kwargs) cut to this rank's samples; a rank without any gets a stand-in."""
         assert self.engine is not None
         if self.dealt is None:
             raise InputError(
@@ -217,7 +217,7 @@ class Calls(Loop):
         return args, kwargs
 
     def _cut(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """This rank's shares of the arguments, where the plan cuts positions; whole within a method of the model's.
+        """Returns (args, kwargs) as this rank's shares, where positions are cut; whole within a method of the model's.
 
         What another model of the loop gave is whole where this one's weights are cut: its cuts are for such arguments.
         """
@@ -301,7 +301,7 @@ class Calls(Loop):
 
 
 def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
-    """Returns the model that was prepared with this loader before, where `loader` is what `prepare` returned."""
+    """Returns the `Calls` of the first model prepared with this loader; None where `loader` is none of `prepare`'s."""
     if not isinstance(loader, PartLoader):
         return None
     leader = loader.events

@@ -68,7 +68,7 @@ class Gradients:
         return self._seen[name]
 
     def of_all(self, params: Iterable[str]) -> dict[str, torch.Tensor | None]:
-        """Returns the whole gradient of each of these parameters. Collective."""
+        """Returns {name: whole gradient, None without one} of these parameters. Collective."""
         self.make_whole()
         for name in params:
             if self._script.are_whole() and name in self._names.values() and name not in self._seen:
@@ -105,7 +105,7 @@ class Gradients:
         self.by_hand = True
 
     def begin_with(self, gradients: dict[str, torch.Tensor | None]) -> None:
-        """Let the first step begin with what was there before the model was spread."""
+        """Let the first step begin with the gradients, by name, that parameters had before the model was spread."""
         self._seen.update({name: gradients[name] for name in self._state.names if gradients[name] is not None})
         self.by_hand = bool(self._seen)
 
@@ -135,7 +135,7 @@ class Gradients:
                     slot.master.grad = None if share is None else self._piece(slot, index, share)
 
     def _piece(self, slot: Slot, index: int, share: torch.Tensor) -> torch.Tensor:
-        """What a slot has of a gradient, in the memory of what it has now."""
+        """Returns this rank's piece of a gradient, copied into the slot's present gradient where it has one."""
         technique: Any = self._state.technique
         if not slot.whole:
             share = technique.select(index, share.contiguous(), self._state.mesh.shard.index)
@@ -184,7 +184,7 @@ class Earlier:
 
 
 def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-    """(what each slot, or unit's parameter, has; of those that FSDP2 does not cut the whole)."""
+    """Returns (copies of the gradients of slots or FSDP2's parameters, {index: whole gradient that FSDP2 cuts not})."""
     sharded = isinstance(technique, FullShard)
     held = technique.params if sharded else [slot.master for slot in technique.slots]
     uncut = {index: whole.clone() for index, whole in technique._whole_gradients.items()} if sharded else {}

@@ -73,7 +73,7 @@ class Gate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Context: within what it is opened for, the model's forward runs."""
+        """Context: the gate is closed for the model's forward, though the engine has opened it around that."""
         before, self._opened = self._opened, 0
         try:
             yield
@@ -197,7 +197,7 @@ class FirstSteps:
 
     @torch.no_grad()
     def again(self) -> None:
-        """Raise where what ranks hold alike has come apart. Collective."""
+        """Compare ranks again, after a step; raises where weights or buffers held alike differ. Collective."""
         if self._steps:
             self._check_places()
             self._alike(self._steps)

@@ -206,12 +206,12 @@ class Rows:
     views: int = 1
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor with one row for each sample, first."""
+        """Returns the tensor as (samples, ...), or as (samples, views, ...) where it has several views."""
         tensor = tensor.movedim(self.dim, 0)
         return tensor if self.views == 1 else tensor.unflatten(0, (self.views, -1)).transpose(0, 1)
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns what `first` was given."""
+        """Undoes `first`: returns the tensor with its samples along `dim` again."""
         rows = rows if self.views == 1 else rows.transpose(0, 1).flatten(0, 1)
         return rows.movedim(0, self.dim)
 
@@ -240,7 +240,7 @@ class Places:
         return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
 
     def cut(self, batch: Any, low: int, high: int) -> Any:
-        """Returns samples [low, high) of a tensor; one without samples stays whole."""
+        """Returns the batch with samples [low, high) of each tensor; tensors without a dim of samples stay whole."""
 
         def part(leaf: torch.Tensor) -> torch.Tensor:
             at = self.of(leaf)
@@ -250,7 +250,7 @@ class Places:
 
 
 class _Made:
-    """What the model gave for each number of samples, `sizes`, by place; and where its outputs have their samples."""
+    """Shapes of the model's outputs for each of several numbers of samples (`sizes`), and where outputs have these."""
 
     def __init__(self, sizes: tuple[int, ...], dim: int) -> None:
         self.sizes, self.dim = sizes, dim
@@ -259,8 +259,8 @@ class _Made:
 
     @property
     def dims(self) -> list[Rows | None] | None:
-        """Of each output, where its samples lie: the dim that is as large as they are many, whatever their number, or
-        a first one of several views of them. None: outputs do not match."""
+        """Returns, for each output, the `Rows` of its samples: the dim whose size is their number in every run, or is a
+        multiple of it (views); None for one without. None for all: runs gave other numbers of outputs."""
         if self._dims is None and len(self.shapes) == len(self.sizes):
             runs = [self.shapes[at] for at in range(len(self.sizes))]
             if len({len(shapes) for shapes in runs}) == 1:
@@ -268,7 +268,7 @@ class _Made:
         return self._dims
 
     def ragged(self) -> str:
-        """Returns what to say of an output that is as long as the longest of its samples; "" where there is none."""
+        """Returns a sentence on an output that is as long as the longest of its samples; "" where there is none."""
         for rows, shapes in zip(self.dims or [], zip(*self.shapes.values(), strict=True), strict=False):
             others = {shape[: rows.dim] + shape[rows.dim + 1 :] for shape in shapes} if rows is not None else set()
             if len(others) > 1:
@@ -276,7 +276,7 @@ class _Made:
         return ""
 
     def rows(self, leaves: list[Any], count: int) -> list[Rows | None]:
-        """Returns where each of these outputs has its `count` samples, by size alone where `dims` does not tell."""
+        """Returns the `Rows` of each output's `count` samples, None without; by size alone where `dims` fits not."""
         dims = self.dims
         if dims is not None and len(dims) == len(leaves):
             return dims
@@ -289,7 +289,7 @@ def _shape(leaf: Any) -> Shape:
 
 
 def _rows_of(shapes: list[Shape], sizes: tuple[int, ...]) -> Rows | None:
-    """Returns where one output, of these shapes for these numbers of samples, has them; None: nowhere."""
+    """Returns the `Rows` of an output that had these shapes for these numbers of samples; None: no dim follows them."""
     fits = [dim for dim in range(min(map(len, shapes))) if tuple(shape[dim] for shape in shapes) == sizes]
     if fits or not all(shapes):
         return Rows(fits[0]) if fits else None
@@ -309,12 +309,12 @@ class _OfOutputs(Loss):
 
     @cached_property  # asked for by each comparison, and a pass over the widest result
     def total(self) -> torch.Tensor:
-        """The sum, with its graph."""
+        """Returns the sum, a scalar with its graph."""
         return self._added(lambda each: each + each.square())  # not linear: a mean taken off would cancel in a sum
 
     @property
     def terms(self) -> float:
-        """The sum of its terms without their signs: narrow precision rounds by these."""
+        """Returns the sum of its terms' absolute values: the scale by which narrow precision rounds."""
         return float(self._added(lambda each: each.abs() + each.square()).detach())
 
     def _added(self, term: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -43,7 +43,7 @@ class OverRanks(WeightAccess):
 
     @abstractmethod
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
-        """Another loader, cut like the main one."""
+        """Returns another loader, cut over ranks like the main one."""
 
     @property
     def _of_whole_batches(self) -> bool:
@@ -78,7 +78,7 @@ class OverRanks(WeightAccess):
 
     @names_line
     def sum(self, *values: torch.Tensor | float) -> list[Any]:
-        """Each value's sum over the ranks that hold different samples: of a number a float, of a tensor with dims a
+        """Returns each value's sum over the ranks that hold different samples: of a number a float, of a tensor a
         tensor of its shape, without gradient. Collective.
         """
         return self._sum(*self._counted(values))
@@ -106,7 +106,7 @@ class OverRanks(WeightAccess):
         return gather_samples(rows[: part.count].contiguous(), counts, self.mesh.data, "control")
 
     def _counted(self, values: tuple[Any, ...]) -> list[Any]:
-        """The values; in the loop nothing of those of samples that this rank holds and another one counts."""
+        """Returns the values; times 0 in the loop, where this rank's samples are a stand-in that does not count."""
         lead, dealt = self.calls.leader, self.calls.of_loss
         apart = self._apart > 1 and lead.in_loop and not lead.other.since
         counts = dealt is None or dealt.part.count or not apart
@@ -125,7 +125,7 @@ class OverRanks(WeightAccess):
         return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
-        """One micro-batch's loss over all ranks."""
+        """Returns one micro-batch's loss over all ranks, a float64 scalar; NaN where no rank has weight."""
         whole, divisor = self._sum(total.detach(), self._once() if self._form != "weight" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
@@ -145,7 +145,7 @@ class OverRanks(WeightAccess):
         return part.count / part.total if part.total else 0.0
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
-        """The weight that is counted; without one, the losses of a step share one of 1."""
+        """Returns the weight with which a loss counts; without one given, a step's losses share a weight of 1."""
         if form == "weight" and self._earlier is not None and not self._earlier.stepped:
             self._refuse_weights()
         if self._form not in (None, form):

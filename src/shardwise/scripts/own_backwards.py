@@ -23,7 +23,7 @@ from shardwise.trace.outside_state import Reached
 
 
 class OwnBackwards:
-    """Backwards of a model's own, as text (`told`), and the copy that is asked once for each entry of the model."""
+    """Names of a model's own backwards and gradient hooks (`told`), and a float64 copy on which they are tried."""
 
     def __init__(self, model: nn.Module, world: Axis, device: torch.device) -> None:
         self._world, self._device = world, device

@@ -138,7 +138,7 @@ def standing() -> int:
 
 
 def _standing_of_numpy() -> bytes | tuple:
-    """Returns what tells whether NumPy's global generator has drawn; not the second of a pair of normal numbers."""
+    """Returns the state of NumPy's global generator, changed by every draw but that of a cached normal."""
     # its state as Python has it takes 40 us, more than all the rest of reading a small batch: 624 words one by one
     source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(source) is np.random.MT19937:
@@ -163,7 +163,7 @@ class Generators:
             set_generator(name, state, current_device())
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the state of all generators as values that JSON holds."""
+        """Returns {"loader": [the states of the loader's generators], and each global generator's by name}, as text."""
         return {"loader": [_text(state) for _, state in self._own], **{k: _text(v) for k, v in self._states.items()}}
 
     @classmethod
@@ -177,7 +177,7 @@ class Generators:
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
-    """Those that a loader and its sampler were given, each once."""
+    """Returns the `torch.Generator`s that a loader and its sampler were given, each once."""
     found = [getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
@@ -245,7 +245,7 @@ def _moved(batch: Any, source: int, to: int) -> Any:
 
 
 def dims_of_samples(batch: Any, samples: int) -> list[int]:
-    """The dims, first or second, that have `samples` elements in every tensor of a batch that has such a dim."""
+    """Returns those of the dims 0 and 1 of size `samples` in every tensor of a batch; vectors have dim 0 alone."""
     shapes = [tensor.shape for tensor in tensors_of(batch) if tensor.dim()]
     fits = [d for d in (0, 1) if all(shape[min(d, len(shape) - 1)] == samples for shape in shapes)]
     return fits if any(len(shape) > 1 for shape in shapes) else fits[:1]

@@ -102,7 +102,7 @@ def _has_schedule(fields: Any) -> bool:
 
 
 def _node_of(name: str, value: Any) -> Node:
-    """A field as JSON from which it comes back as it was, numbers as keys and infinity too."""
+    """Returns a field's value as JSON nodes that restore it exactly, numbers as keys and infinity too."""
     try:
         return plain_node(value)
     except NoJson as why:

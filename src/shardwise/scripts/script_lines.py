@@ -38,7 +38,7 @@ class Notices:
 
 
 def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its errors end in the script's line: "[train.py, line 12: loss.backward()]"."""
+    """Returns the function with errors that end in the script's line: "[train.py, line 12: loss.backward()]"."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

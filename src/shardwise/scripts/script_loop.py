@@ -69,12 +69,12 @@ class Handed:
 
     @property
     def lives(self) -> bool:
-        """Returns whether the script, or anything else, holds a tensor of it."""
+        """Whether the script, or anything else, still holds a tensor of this batch."""
         return any(tensor() is not None for tensor in self._tensors)
 
     @property
     def awaits(self) -> bool:
-        """Returns whether the script has still to come to it."""
+        """Whether the script has still to use this batch."""
         return self.traced and not (self.spent or self.met)
 
     def fits(self, call: Any) -> bool:
@@ -83,7 +83,7 @@ class Handed:
         return any(tensor.dim() > dim and tensor.shape[dim] == samples for tensor in tensors_of(call))
 
     def is_in(self, storages: Collection[int]) -> bool:
-        """Returns whether a tensor of it lies in one of these storages."""
+        """Whether a tensor of this batch lies in one of these storages."""
         return any((held := tensor()) is not None and _storage(held) in storages for tensor in self._tensors)
 
 
@@ -92,7 +92,7 @@ class Loop(Heard, Events):
     batches."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, randomness: str, leader: Any, loss_scope: str) -> None:
-        """`leader`: of the models of this loop that were prepared before, the first."""
+        """`leader`: the `Loop` of the first model that was prepared with this loader; None: this is the first."""
         super().__init__()
         self.model, self.mesh, self.randomness = model, mesh, randomness
         self.whole: WholeBatch | None = None
@@ -152,7 +152,7 @@ class Loop(Heard, Events):
             share_generators(self.mesh.world, self.mesh.device)
 
     def _comes_unfed(self, call: Any) -> None:
-        """A forward in training begins, and what it is given is the batch."""
+        """Take a training forward's arguments for the next batch, of a script that has no loader."""
         if self.whole is None:
             raise InputError(UNFED)
         try:
@@ -210,7 +210,7 @@ class Loop(Heard, Events):
         self._comes_to("forward")
 
     def _begin(self, handed: Handed) -> None:
-        """This batch is at hand from here on."""
+        """Make `handed` the current batch, of which losses and draws are from here on."""
         self._now, handed.spent, handed.met, self._drawn_like = handed, False, False, None
         self._gone_to = self._gone_to if handed.own else handed.number
         self.other.since = False
@@ -231,8 +231,8 @@ class Loop(Heard, Events):
         self.in_loop = True
 
     def select_batch_for_forward(self, call: Any, *, trains: bool) -> None:
-        """A forward begins: the batch is at hand whose tensors it is given, or that it was drawn like; else the first
-        that waits."""
+        """Make current the batch whose tensors a forward is given, or like which these were drawn; else the first
+        batch that the script has not used yet."""
         now = self._now
         if self._elsewhere:
             raise RefusedPlan(_ELSEWHERE)
@@ -279,7 +279,7 @@ class Loop(Heard, Events):
             self.resume()
 
     def _expected(self) -> Handed | None:
-        """Returns the batch that a script which goes through kept ones goes on with: the one after the last."""
+        """Returns the next batch of a script that goes through batches which it has kept; None where it keeps none."""
         kept = [one for one in self._handed if one.lives and not one.own]
         return next((one for one in kept if one.number > self._gone_to), kept[0] if kept else None)
 
@@ -317,7 +317,7 @@ class Loop(Heard, Events):
             self.suspend()
 
     def _first_that_fits(self, call: Any, *, trains: bool) -> Handed | None:
-        """Returns the batch that waits and has as many samples as a forward is given, else the first that waits."""
+        """Returns the first unused batch with as many samples as a forward is given, else the first unused."""
         waiting = self._waiting(*(self._left_waiting() if trains else ()))
         fits = [batch.fits(call) for batch in waiting]
         if trains and len({batch.dealt for batch in waiting}) > 1:  # of which some may be as many on this rank alone
@@ -326,7 +326,7 @@ class Loop(Heard, Events):
         return next((batch for batch, fit in zip(waiting, fits, strict=True) if fit), waiting[0] if waiting else None)
 
     def _waiting(self, *left: Handed) -> list[Handed]:
-        """Returns the batches that the script has still to come to, first those that it made, which it makes to use."""
+        """Returns the batches that the script has not used yet: its own first, made for the next call."""
         waiting = [batch for batch in (self._now, *self._ahead, *left) if batch is not None and batch.awaits]
         return sorted(waiting, key=lambda batch: not batch.own)
 
@@ -352,6 +352,6 @@ class Loop(Heard, Events):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """A number of the memory in which a tensor lies."""
+    """Returns a number that is the same for tensors in one storage."""
     plain = tensor.layout is torch.strided and not tensor.is_meta
     return tensor.untyped_storage()._cdata if plain else id(tensor)

@@ -48,7 +48,7 @@ _GRAD = torch.Tensor.grad
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """What the script's own code is given of a parameter.
+    """What the script's own code reads of a parameter.
 
     gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "never":
                 raises; "successor": of the parameter that took its place
@@ -64,7 +64,7 @@ _PIECES = {"share", "sharded", "pairs"}
 
 
 class ScriptWeights:
-    """Answers for the parameters of one model, and for what its optimizer holds of them."""
+    """Answers the script's reads of one model's parameters, and of its optimizer's pieces of them."""
 
     def __init__(self, prepared: Any, engine: Engine, whole: Any, cuts: set[str]) -> None:
         """Answer for the parameters of a model that is being prepared, from here on.
@@ -126,7 +126,7 @@ class ScriptWeights:
         return self._calls.in_forward or _in_backward()
 
     def gradient(self, param: Any, use: str) -> torch.Tensor | None:
-        """Returns `param.grad`. Collective where it is gathered."""
+        """Returns what `param.grad` gives the script, by `use` (`ParameterUse.gradient`). Collective where gathered."""
         if use == "successor":
             return param.__dict__["successor"].grad if not self.gate.is_open else _GRAD.__get__(param)
         if self._passes_gradient(use):
@@ -153,7 +153,7 @@ class ScriptWeights:
         return self.gate.is_open or (use != "never" and self._runs())
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of torch of these parameters."""
+        """Returns what a function of torch gives for these arguments, parameters among them."""
         name = getattr(func, "__name__", "")
         again = _in_backward() and any(isinstance(one, DTensor) for one in tensors_in((args, kwargs)))
         if (self.gate.is_open and not again) or name == "__hash__":  # else by the script: FSDP's own reads no values
@@ -181,7 +181,7 @@ class ScriptWeights:
         return func(*args, **kwargs)
 
     def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments, whose parameters get a gradient that counts once."""
+        """Returns (args, kwargs) in which a parameter's gradient counts once, though every rank computes it."""
         if func is torch.autograd.grad:
             refuse(RefusedPlan(TAKEN))
         axes = self._once if self._runs() else (*self._once_beside, *self._once)
@@ -314,7 +314,7 @@ class StateOfPieces(defaultdict[Any, Any]):
 
 
 class OfPieces(torch.autograd.Function):
-    """A whole weight; each rank takes its piece of what comes back."""
+    """Forward gives a whole weight for a piece; backward gives the piece its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: Any) -> torch.Tensor:

@@ -71,7 +71,7 @@ def refuse_transform() -> None:
 
 @contextmanager
 def thawed(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
-    """Within it these parameters require gradients, as at `prepare`: a script may hold them still for one forward (an
+    """Context: these parameters require gradients, as at `prepare`: a script may hold them still for one forward (an
     attack on its inputs, samples drawn by a gradient), by which the model is spread and looked at all the same.
     """
     still = [name for name, param in model.named_parameters() if name in trained and not param.requires_grad]
@@ -89,7 +89,7 @@ def _set_trained(model: nn.Module, names: Collection[str], trained: bool) -> Non
 
 
 def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:
-    """Rank 0's arguments, on the CPU of every rank. Collective."""
+    """Returns (args, kwargs) of rank 0's call, tensors on the CPU, on every rank. Collective."""
     leaves, spec = tree_flatten(tree_map_only(torch.Tensor, plain, (args, kwargs)))
     mine = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sparse = next((leaf for leaf in mine if leaf.layout is not torch.strided), None)
@@ -132,7 +132,7 @@ def check_cuts(cuts: Mapping[str, Any], world: Axis, device: torch.device) -> No
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returned: in tuples, lists, dicts, registered pytrees and dataclasses."""
+    """Yields the tensors in what a model returned: in tuples, lists, dicts, registered pytrees and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
         return
@@ -259,7 +259,7 @@ def _let_out(part: Part) -> torch.Tensor:
 
 
 class _Leaves(torch.autograd.Function):
-    """A part as it is; a gradient that was computed whole on every rank comes back to the model as shares."""
+    """Returns a part as it is; backward cuts a gradient that every rank computed whole into the part's shares."""
 
     @staticmethod
     def forward(ctx: Any, part: Part) -> torch.Tensor:

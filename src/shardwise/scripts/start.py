@@ -150,7 +150,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:
-    """The plan at the model's own precision, where it does not ask for one."""
+    """Returns the plan, with the model's own precision where it names none; `RefusedPlan` for parameters of two."""
     numbers = (param.dtype for param in model.parameters() if param.is_floating_point() or param.is_complex())
     dtypes = {dtype.to_real() for dtype in numbers}
     if len(dtypes) > 1:

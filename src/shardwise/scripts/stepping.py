@@ -134,7 +134,7 @@ class Stepping(OverRanks):
         return told
 
     def _part_of(self, loader: PartLoader | None) -> Share | None:
-        """Which samples of a batch count on this rank; None where that is not known."""
+        """Returns the samples of the current batch that count on this rank; None where that is not known."""
         if loader is None:
             dealt = self.calls.of_loss
             return dealt.part if dealt is not None else None
@@ -143,7 +143,7 @@ class Stepping(OverRanks):
         return loader.part
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
-        """This model and the others that one loss trains."""
+        """Returns [this model, *also], which one loss trains; `InputError` where their plans do not fit."""
         for other in also:
             if not isinstance(other, Stepping) or other is self:
                 raise InputError("prepared.backward: also= takes what prepare returned for other models of the loss")
@@ -166,7 +166,7 @@ class Stepping(OverRanks):
         self._open_step()
 
     def _count(self, loss: Loss, stands_in: bool, part: Share | None) -> None:
-        """After a backward: add it up, and complete the step with the plan's last one."""
+        """Add a micro-batch's loss to the step's sums after its backward; the last one completes gradients."""
         tally = self._tally
         assert tally is not None
         with self._gate.open():
@@ -181,7 +181,7 @@ class Stepping(OverRanks):
 
     @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Stands for `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: the norm over all ranks."""
+        """Stands for `nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: returns the norm over all ranks."""
         self._passes("prepared.clip_grad_norm_(...)")
         self._flush()
         if self._tally is None:
@@ -226,7 +226,7 @@ class Stepping(OverRanks):
                 self._tally.used.append(self._earlier.used)  # what they reached has a gradient in this step
 
     def _set_aside(self) -> None:
-        """Another backward comes before `zero_grad()`: its gradients are added to those of this one. Collective."""
+        """Set this step's gradients aside: a backward without `zero_grad()` adds to them. Collective."""
         if self._form == "weight" and not self._stepped:
             self._refuse_weights()
         with self._gate.open():
@@ -363,7 +363,7 @@ class Stepping(OverRanks):
         return inner()
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
-        """The loss of a closure summed over all ranks, so that a line search sees the same number on each."""
+        """Returns a closure's loss over all ranks, so that a line search sees the same number on each. Collective."""
         self.engine.technique.publish()
         with torch.enable_grad():
             closure()
@@ -372,7 +372,7 @@ class Stepping(OverRanks):
 
     @names_line
     def _discard(self, *, of_optimizer: bool = False) -> None:
-        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: those that it trains.
+        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: of weights that it trains alone.
 
         Weights that another optimizer trains keep their gradients until it takes them away.
         """
@@ -408,5 +408,5 @@ _SKIP = "look for numbers of the batch that are not finite, or leave such a step
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's elements."""
+    """Returns a DTensor's elements on this rank; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

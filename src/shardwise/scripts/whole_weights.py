@@ -288,7 +288,7 @@ class WholeWeights:
 
     @torch.no_grad()
     def _filled(self) -> dict[str, torch.Tensor]:
-        """The weights of now, by name: stand-ins of pieces and of narrower weights, others themselves. Collective."""
+        """Returns {name: whole weight}: a `WholeWeight` for a piece or narrower weight, else itself. Collective."""
         for name, param in self._params.items():
             if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
                 continue
@@ -309,7 +309,7 @@ class WholeWeights:
 
     @torch.no_grad()
     def _empty(self) -> None:
-        """Give the stand-ins' memory back; whoever reads one from here on finds its shape, and NaN (0)."""
+        """Free the stand-ins' memory; from here on each reads as its shape, all NaN (0 for integers)."""
         for standing in self._standing.values():
             real = standing.is_floating_point() or standing.is_complex()  # others have no NaN: an order of channels
             standing.data = standing.data.new_full((), torch.nan if real else 0).expand(standing.shape)
@@ -384,7 +384,7 @@ class WholeWeights:
         return next((name for name, one in self._seen.items() if one is key), key)
 
     def _under_own_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Weights by the names that the module's `state_dict` gives them, a shared one under each."""
+        """Returns the weights by the names of the module's `state_dict`, a shared one under each of its names."""
         own = self._state.module.state_dict(keep_vars=True)
         names = {key: self.names.get(id(value), "") for key, value in own.items()}
         return {key: weights[name] for key, name in names.items() if name in weights}

@@ -273,6 +273,6 @@ def _uncounted_extra(extra):
 
 
 def _nothing(loss: Loss) -> Loss:
-    """Returns a stand-in's loss of value and weight 0, in the graph: its backward meets the others' collectives."""
+    """Returns the loss with value and weight 0, still in the graph, so that backward runs the others' collectives."""
     zero = {k: type(v)(v.total * 0, None if v.weight is None else 0.0) for k, v in loss.extras.items()}
     return Loss(loss.total * 0, 0.0, zero)

@@ -23,7 +23,7 @@ class Hooks:
 
     @contextmanager
     def around(self, part: Part, make: MakeContext) -> Iterator[None]:
-        """Context: `make()` is entered around each `part`; the first that came is the outermost."""
+        """Context: `make()` is entered around each `part` of a step; the first context added is outermost."""
         made = self._around[part]
         made.append(make)
         try:

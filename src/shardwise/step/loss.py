@@ -44,7 +44,7 @@ class Loss:
 
     @property
     def terms(self) -> float:
-        """Returns the sum of the absolute values of its samples' terms, where known; else 0."""
+        """Returns the sum of the absolute values of the samples' terms, where known; else 0."""
         return 0.0
 
     def with_extras(self, extras: dict[str, Extra]) -> Loss:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the real numbers of a tensor, flat: two for each complex one."""
+    """Returns a tensor's elements as real numbers, flat: two for each complex element."""
     return as_pairs(tensor).reshape(-1)
 
 
@@ -63,7 +63,7 @@ def share_owners(sizes: Mapping[int, int], groups: Sequence[int], ranks: int) ->
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Whole tensors, by index, collected from the pieces of an axis's ranks on the one that owns each, and back.
+    """Collects whole tensors, by index, from pieces on an axis's ranks on the rank that owns each, and sends them back.
 
     take    (index, whole, rank) -> that rank's piece of it
     put     (index, whole, rank, piece): writes the piece into its place
@@ -79,7 +79,7 @@ class _Exchange:
     home: torch.device
 
     def owned_by(self, rank: int, used: set[int]) -> list[int]:
-        """Returns what a rank owns of the used ones alone: others have no gradient, and their weights stay."""
+        """Returns the indices of the used parameters that `rank` owns: others have no gradient and stay."""
         return [index for index, owner in self.owner_of.items() if owner == rank and index in used]
 
     def _shape(self, index: int, rank: int) -> torch.Size:
@@ -94,7 +94,7 @@ class _Exchange:
         return as_complex(numbers.view(*shape, 2)) if self.kinds[index].is_complex else numbers.view(shape)
 
     def collect(self, pieces: Mapping[int, torch.Tensor], used: set[int]) -> dict[int, torch.Tensor]:
-        """Returns the wholes of what this rank owns. Collective."""
+        """Returns {index: whole tensor} of the used parameters that this rank owns. Collective."""
         ranks, me = self.axis.size, self.axis.index
         sent = (pieces[i] for rank in range(ranks) for i in self.owned_by(rank, used) if self._size(i, me))
         # Sizes follow from shapes and owners on every rank, so none are sent.
@@ -248,7 +248,7 @@ class OwnedMasters:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Let owners' masters follow what was written into the weights. Collective where ranks hold parts of those."""
+        """Copy weights that code has written into the owners' masters. Collective where ranks hold parts of weights."""
         for index, weight in enumerate(self.technique.params):
             whole = weight.detach()
             if isinstance(weight, DTensor):  # all ranks, though one owns it: the gather is collective
@@ -259,7 +259,7 @@ class OwnedMasters:
                 follow(self.masters[index], whole)
 
     def route(self, index: int) -> list[tuple[Axis, int]]:
-        """Returns the broadcasts, (axis, index of the sender), by which what lies on a parameter's owner comes to all.
+        """Returns the broadcasts, (axis, index of the sender), that take a tensor from a parameter's owner to all.
 
         In order: of ranks without it some send what the next one overwrites.
         """

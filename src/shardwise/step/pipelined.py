@@ -126,7 +126,7 @@ class _Saved:
 
 
 class _Row:
-    """The ops of one step on this rank, and what is saved between them, by (stage, micro-batch)."""
+    """Runs the ops of one step on this rank; between forward and backward results are kept by (stage, micro-batch)."""
 
     def __init__(self, state: RankState, staged: StagedForward, parts: list[Share], tally: Tally):
         self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
@@ -190,7 +190,7 @@ class _Row:
         return objective
 
     def _meet(self, part: Share) -> None:
-        """Tell everything inside the module which micro-batch it works on."""
+        """Set the micro-batch that modules work on: its samples for random draws, and whether it is a stand-in."""
         self.state.phase.stand_in = part.count == 0
         if self.state.global_random is not None:
             self.state.global_random.samples = Samples(part.start, part.count, part.total)

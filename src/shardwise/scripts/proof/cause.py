@@ -128,16 +128,16 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """The sentence."""
+        """Returns the cause as a sentence with its numbers."""
         return (CAUSES | OF_OTHERS if self.foreign else CAUSES)[self.name].format(*self.facts).rstrip()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What was recorded, and what differs.
+    """The records of both sides of a proof, and how they differ.
 
     control     one process against itself
-    apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
+    apart       runs the ranks as replicas that record each rank's own gradients; returns None where that fails
     cures       runs the ranks with a loss_scope, and tells whether that is equal to one process
     """
 
@@ -158,7 +158,7 @@ def cause_of(sides: Difference) -> Cause | None:
 
 
 def cause_of_change(sides: Difference, before: str) -> Cause:
-    """Returns why one process of a changed script is not that of the script `before` it was changed."""
+    """Returns why one process of a changed script trains otherwise than the script as it was (`before`, its path)."""
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
     step, (now,) = first_step(sides), sides.ranks
@@ -174,7 +174,7 @@ def cause_of_change(sides: Difference, before: str) -> Cause:
 
 
 def _done(sides: Difference) -> str:
-    """Returns what the changed script does otherwise, as far as arithmetic tells."""
+    """Returns a sentence on what the changed script does otherwise, as far as arithmetic tells; never ""."""
     parity, step = sides.parity, first_step(sides)
     was, now = sides.single.steps[step], sides.ranks[0].steps[step]
     if any(at < 0 for at in parity.exceeded.values()):
@@ -198,7 +198,7 @@ def _done(sides: Difference) -> str:
 
 
 def _of_records(sides: Difference) -> Cause | None:
-    """The cause by what was recorded, whatever the script was before."""
+    """Returns the cause that the records of both sides show; None where they show none."""
     single, many, parity = sides.single, sides.ranks[0], sides.parity
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
@@ -276,7 +276,10 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
 
 
 def _weighed(sides: Difference, step: int, single: list[float], ranks: list[float], form: str) -> Cause | None:
-    """The cause where one process's gradient is a sum of the ranks', weighed otherwise."""
+    """Returns the cause where one process's gradient is the ranks' own, added with other weights; None without one.
+
+    single, ranks  coefficients of each rank's own gradient in one process's, and in that of the ranks
+    """
     size = sides.plan.data_ranks
     ratios = [b / a if a else 0.0 for a, b in zip(single, ranks, strict=True)]
     alike = max(ratios) - min(ratios) <= NEAR * abs(max(ratios))
@@ -318,7 +321,7 @@ def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Differen
 
 
 def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
-    """Losses that do not add up: by draws, by what was kept, or by themselves."""
+    """Returns the cause where gradients are no sum of the ranks' own: draws, kept state, or the loss itself."""
     single = sides.single
     before = [each for each in single.steps[:step] if each.model == single.steps[step].model]
     samples = sum(single.steps[step].samples)
@@ -340,7 +343,7 @@ def _tried(cures: Callable[[str], bool]) -> str:
 
 
 def _other_samples(sides: Difference) -> int | None:
-    """The first step whose batches have another sum of numbers on all ranks than in one process, None without one."""
+    """Returns the first step whose batches' numbers have another sum on ranks than in one process; None without one."""
     copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
     for number, mine in enumerate(sides.single.steps):
         theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
@@ -359,8 +362,10 @@ def _other_samples(sides: Difference) -> int | None:
 
 
 def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], float]:
-    """(coefficients of the sum of `parts` that is nearest to `whole`, what is left over, relative; all of it where so
-    many parts would fit anything)."""
+    """Returns (coefficients by which `parts` add up nearest to `whole`, norm of what is left over that of `whole`).
+
+    As many parts as elements would fit anything: (zeros, 1.0) then.
+    """
     if len(parts) >= len(whole):
         return [0.0] * len(parts), 1.0
     found = torch.linalg.lstsq(torch.stack(parts, 1), whole.unsqueeze(1), driver="gelsd").solution.flatten()
@@ -369,7 +374,7 @@ def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], f
 
 
 def _factor(ratios: torch.Tensor, expected: torch.Tensor) -> float | None:
-    """By which one vector is a multiple of the other, None where it is none."""
+    """Returns the factor by which `ratios` is a multiple of `expected`; None where it is no multiple."""
     size = float(expected @ expected)
     if not size or not bool(torch.isfinite(ratios).all()):
         return None
@@ -378,7 +383,7 @@ def _factor(ratios: torch.Tensor, expected: torch.Tensor) -> float | None:
 
 
 def _vector(tensors: Tensors, like: Tensors) -> torch.Tensor:
-    """All sketches as one vector, in the order of the names in `like`."""
+    """Returns all sketches as one float64 vector, in the order of the names in `like`; zeros for missing ones."""
     rows = []
     for name, other in like.items():
         mine = tensors.get(name)
@@ -400,7 +405,7 @@ def _sum(backwards: list[Tensors]) -> Tensors:
 
 
 def _parts(backwards: list[Tensors], one_by_one: bool) -> list[Tensors]:
-    """Returns what a rank's backwards ask, each by itself or all together; nothing where none was heard of."""
+    """Returns a rank's gradients of each backward (`one_by_one`), or their sum alone; [] without a backward."""
     heard = [each for each in backwards if any(gradient is not None for gradient in each.values())]
     return heard if one_by_one or not heard else [_sum(heard)]
 
@@ -427,7 +432,7 @@ def _ratio(shares: list[float]) -> str:
 
 
 def _first_of(parity: Parity) -> str:
-    """What exceeds its bar first, in words."""
+    """Returns what exceeds its bar first, in words."""
     if parity.exceeded:
         return first_difference(parity).text()
     return parity.differences[0] if parity.differences else "what is saved at the end"

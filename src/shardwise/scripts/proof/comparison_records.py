@@ -26,24 +26,24 @@ MEETS = {
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """What exceeds its bar in the first step in which anything does."""
+    """The first tensor or number that exceeds its bar: its kind ("gradient"), name and step, -1 before the first."""
 
     kind: str
     name: str
     step: int
 
     def as_dict(self) -> dict[str, object]:
-        """Returns it as plain JSON."""
+        """Returns {"kind", "name", "step"}."""
         return asdict(self)
 
     def text(self) -> str:
-        """Returns it in words."""
+        """Returns the difference in words: "gradient of 'head.weight', step 2"."""
         what = f"{self.kind} of '{self.name}'" if self.name else self.kind
         return f"{what}, step {self.step}" if self.step >= 0 else f"{what}, before the first step"
 
 
 def first_difference(parity: Parity) -> FirstDifference:
-    """Returns what exceeds its bar first, of what does."""
+    """Returns the earliest of the differences that exceed their bars; there must be one."""
     (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
     return FirstDifference(kind, name, step)
 
@@ -94,7 +94,7 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
 def _deviations(
     rank: int, first: ScriptRecord, other: ScriptRecord, steps: int, several: bool, foreign: bool
 ) -> list[Deviation]:
-    """What a rank has otherwise than rank 0, in any bit of its sketch."""
+    """Returns a `Deviation` for each tensor whose sketch differs in a bit from rank 0's."""
     record = []
     kinds = ("gradients", "parameters", "buffers", "states")
     for kind in kinds[: 2 if foreign else 4]:
@@ -137,7 +137,7 @@ def zero_gradients(parity: Parity, one: Record, many: Record) -> None:
 
 
 def _is_rounding(record: Record, name: str) -> bool:
-    """Whether a parameter's gradient is rounding beside the model's largest, wherever it has one."""
+    """Whether a parameter's gradients are, in each step that has one, rounding beside the model's largest element."""
     seen = False
     for gradients in record.gradients:
         gradient = gradients.get(name)
@@ -215,7 +215,7 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
 
 
 def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
-    """By how much a tensor differs from one process's, relative, where that exceeds the bar; else ""."""
+    """Returns the relative difference of `a` from one process's `b` as text ("1.2e-05"); "" within the bar."""
     if a is None or b is None or a.shape != b.shape or not a.numel():
         return ""
     error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)

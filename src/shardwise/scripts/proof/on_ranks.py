@@ -35,7 +35,7 @@ class RankSide:
         self.recorder.local_gradients(self.number, gradients)
 
     def before(self, prepared: OverRanks) -> None:
-        """The optimizer's step begins; the script has done to gradients what it does."""
+        """Record whole gradients as the optimizer's step begins, after whatever the script did to them. Collective."""
         self.recorder.raise_eps(prepared.optimizer)
         with prepared._gate.open():
             named = list(prepared.engine.full_gradients())

@@ -106,7 +106,7 @@ class ScriptJob:
     """What a process of a proof is to run.
 
     plain       as the one process, in which `prepare` only records
-    plan        in the place of the script's own; None: its own. scope: likewise, of the loss
+    plan        in place of the script's own plan; None: the script's. scope: likewise, of loss_scope
     limit       steps of each model after which the script is ended; None: it runs to its end. epochs: in its place
     shorten     batches of an epoch that are kept beside its last one; None: all
     apart       ranks also keep what each backward asks of their own samples, to find the cause of a difference
@@ -115,7 +115,7 @@ class ScriptJob:
                 larger
     foreign     a script that sets up its ranks by itself: RANK and the like are shown
     hooks       records through torch's hooks: "alone", or "beside" what prepare tells (`ScriptRecord.seen`)
-    hides       does not show them, which ranks are shown else
+    hides       RANK and the like are hidden from the script, though ranks are shown them otherwise
     total       steps of all models after which the script is ended; None: as limit and epochs have it
     folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
     """
@@ -197,7 +197,7 @@ class ScriptRecorder:
         step.forms.add(form)
 
     def local_gradients(self, model: int, gradients: Tensors) -> None:
-        """What a backward asked of this rank's samples alone, as sketches."""
+        """Record the gradients, as sketches by name, of one backward over this rank's samples alone."""
         self._coming[model].locals.append(gradients)
 
     # --- what is told of a step
@@ -250,7 +250,7 @@ class ScriptRecorder:
             self.met("an uneven last batch")
 
     def met(self, what: str) -> None:
-        """Note one of the things that a proof should meet."""
+        """Note that the script did something that a proof lists, such as "a save" or "a load"."""
         self.record.met.add(what)
 
     def _note(self, model: int, name: str, tensor: torch.Tensor | None) -> None:
@@ -295,7 +295,7 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
 
 @torch.no_grad()
 def nudge(params: Iterable[torch.Tensor], job: ScriptJob) -> None:
-    """Move each element of the weights by one epsilon, up or down, where the job asks for it."""
+    """Multiply each element of the weights by 1 + eps or 1 - eps, drawn by the job's seed; nothing where that is 0."""
     if not job.nudge:
         return
     generator = torch.Generator().manual_seed(job.nudge)
@@ -307,7 +307,7 @@ def nudge(params: Iterable[torch.Tensor], job: ScriptJob) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a number, text or a tuple of them."""
+    """Returns a setting as a number, text or a tuple of these; an object as the name of its class."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else tuple(value.flatten().tolist())
     if isinstance(value, list | tuple):

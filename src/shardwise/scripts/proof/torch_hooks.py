@@ -91,7 +91,7 @@ class TorchHooks:
                 self._stack.callback(param.register_hook(partial(self._asks, id(param))).remove)
 
     def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """A module was called with these samples."""
+        """Hook after a module's forward: record its arguments' content, for an outermost module in training."""
         if torch.is_grad_enabled() and any(module is root for root in self._roots):
             self._recorder.called(content_of((args, kwargs)))
 
@@ -128,7 +128,7 @@ class TorchHooks:
                 self._finds(optimizer, named)
 
     def _finds(self, optimizer: Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
-        """An optimizer's step has these gradients, and the losses of the backwards since its last one."""
+        """Record an optimizer's step: gradients of its parameters (`named`) and the losses since the step before."""
         number = self._numbers[id(optimizer)]
         for value in self._losses:
             self._recorder.loss(number, value, "mean")
@@ -164,7 +164,7 @@ class TorchHooks:
     # --- names and whole tensors
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-        """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
+        """Returns (name, parameter) of the modules that the optimizer trains, then of its parameters of no module."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         names = self._names(self._roots_of(optimizer), "parameters") if self._recorder.job.foreign else {}
         of_roots = self._of_roots(optimizer, "parameters") if names else []
@@ -185,7 +185,7 @@ class TorchHooks:
         return [(names[key], tensor) for key, tensor in tensors.items()]
 
     def _names(self, roots: list[nn.Module], kind: str) -> dict[int, str]:
-        """Returns names of tensors by their ids. Those of a script that sets up its ranks are the outermost module's: a
+        """Returns {id of a tensor: its name}. Those of a script that sets up its ranks are the outermost module's: a
         Lightning module's networks are called one by one in one process, and on ranks a wrapper of it is."""
         tops = list(dict.fromkeys(map(self._top, roots))) if self._recorder.job.foreign else roots
         rows: dict[int, tuple[int, str]] = {}
@@ -201,7 +201,7 @@ class TorchHooks:
         return self._tops[id(root)]
 
     def _units(self) -> list[nn.Module]:
-        """The outermost units of FSDP1."""
+        """Returns FSDP1's outermost units (`FullyShardedDataParallel` modules)."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         units = (FullyShardedDataParallel.fsdp_modules(root, root_only=True) for root in self._roots)
@@ -224,7 +224,7 @@ class TorchHooks:
 
 
 def _whole(value: Any) -> Any:
-    """A DTensor's whole tensor; anything else as it is. Collective."""
+    """Returns a DTensor's whole tensor; anything else as it is. Collective."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -250,7 +250,7 @@ def outermost(module: nn.Module) -> nn.Module:
 
 
 def _bare(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Returns a parameter's name without what wrappers put into it ("module.", "_orig_mod.")."""
     before = ""
     while before != name:
         before, name = name, _WRAPPED.sub(r"\1", name).replace("..", ".").lstrip(".")

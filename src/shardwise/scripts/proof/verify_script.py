@@ -51,7 +51,7 @@ class _Runs:
     timeout_s: float
 
     def on(self, ranks: int, job: ScriptJob) -> list[ScriptRecord]:
-        """Returns the records of all ranks, which stand in one scratch folder unless the job runs for real."""
+        """Returns the record of each rank, by rank; with `job.stands_in` all run in one scratch folder."""
         if self.pool is None:
             from shardwise.ranks import RankPool
 
@@ -62,7 +62,7 @@ class _Runs:
             return list(self.pool.run(run_in_proof, ranks, replace(job, scratch=scratch), timeout_s=self.timeout_s))
 
     def in_one(self, job: ScriptJob) -> ScriptRecord:
-        """Returns the record of one process; `InputError` where the script takes the process with it."""
+        """Returns the record of one process, failed or not; `InputError` where the script ends the process itself."""
         try:
             (record,) = self.on(1, job)
         except RunError as error:
@@ -175,7 +175,7 @@ def _difference(
     runs: _Runs, asked: ScriptJob, layout: Plan, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity,
     itself: Parity,
 ) -> Difference:  # fmt: skip
-    """Returns what differs, with the runs by which its cause is looked for. itself: one process against itself."""
+    """Returns the `Difference`, with the runs by which its cause is sought. itself: one process against itself."""
     return Difference(
         first, ranks, parity, layout, itself, apart=_apart(runs, asked, layout),
         cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
@@ -285,7 +285,7 @@ def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before
 def _on_ranks(
     runs: _Runs, asked: ScriptJob, chosen: Plan | None, parity: Parity
 ) -> list[ScriptRecord] | None:  # fmt: skip
-    """What the script does on each rank; None where that is a refusal or an error, which `parity` then tells."""
+    """Returns the record of each rank; None where the plan is refused or a rank fails, which `parity` then tells."""
     try:
         if chosen is not None:
             check(chosen)
@@ -329,12 +329,12 @@ def _asked(
 
 
 def _as_one_process(asked: ScriptJob, one: str | None) -> ScriptJob:
-    """What the one process runs."""
+    """Returns the job for the one process, with arguments `one` (as on a command line) in place of its own."""
     return replace(asked, arguments=asked.arguments if one is None else tuple(shlex.split(one)))
 
 
 def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
-    """The plan to prove: the one that was asked for, else the script's own; None: the script sets up its ranks."""
+    """Returns the plan to prove: the one asked for, else the script's own; None: the script sets up its ranks."""
     if asked.foreign:
         return None
     plans = [Plan.parse(text) for text in first.plans]
@@ -386,7 +386,8 @@ def _set_bars(
 
 
 def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[ScriptRecord] | None]:
-    """Returns what runs the ranks of samples as replicas, each keeping what its own loss asks."""
+    """Returns a function that runs the data ranks as replicas that record their own gradients, and returns the records;
+    None where there is one data rank, or the run fails."""
 
     def run() -> list[ScriptRecord] | None:
         replicas = Plan(dp_replicate=plan.data_ranks, accumulate=plan.accumulate)
@@ -420,7 +421,7 @@ def _cures(
 
 
 def _failed_on_ranks(error: RunError, path: str) -> str:
-    """Returns what is said of an error on a rank, with the script's own line."""
+    """Returns a sentence on an error on a rank, with the script's own line."""
     trace = getattr(error, "remote_traceback", "").rstrip() or str(error)
     what, rank = cause_of(trace, path), getattr(error, "rank", 0)
     if trace.splitlines()[-1].startswith("shardwise."):  # an error of ours, found in a step: it says what to do
