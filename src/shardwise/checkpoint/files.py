@@ -117,7 +117,7 @@ class Disk:
 
 
 def must_be(path: Path, read_digest: str, written: str) -> None:
-    """Raises `RunError` where what reads back is not what was written."""
+    """Raises `RunError` where the digest read back is not the one that was written."""
     if read_digest != written:
         raise RunError(
             f"{path} reads back with digest {read_digest}, and {written} was written: the disk is not to be trusted"
@@ -147,7 +147,7 @@ class TensorEntry:
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Returns (the first bytes of a safetensors file with these (dtype, shape), name -> where the tensor's bytes go).
+    """Returns (first bytes of a safetensors file with these (dtype, shape) by name, {name: place of its bytes}).
 
     Tensors lie in order of their item's size, largest first, so that each is aligned to its items.
     """
@@ -169,7 +169,7 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
+    """Returns {name: entry} of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
     try:
         size = size_of(path)
         with path.open("rb") as file:

@@ -125,7 +125,7 @@ def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _state_dicts(value: Any, name: str) -> Any:
-    """Yields (place, tensors by name) of each table of names and tensors alone."""
+    """Yields (dotted place in `value`, {name: tensor}) of each nested dict that holds tensors alone."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return
     if all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
@@ -186,7 +186,7 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _described(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Returns (the folder's description, name -> that of each tensor), sizes and files checked."""
+    """Returns (the folder's metadata, {name: metadata of that tensor}), sizes and files checked."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:

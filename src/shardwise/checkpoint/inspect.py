@@ -57,7 +57,7 @@ def opened(path: str | Path) -> Stored:
 
 
 def summary(path: str | Path) -> dict[str, Any]:
-    """Returns a checkpoint's contents: step, plan, and for each kind of tensor their number, elements and bytes."""
+    """Returns a checkpoint's contents as JSON: step, plan, and by kind of tensor count, elements, bytes, pieces."""
     folder = find(path)
     content = manifest.read(folder)
     kinds: dict[str, dict[str, int]] = {}
@@ -88,7 +88,7 @@ def summary(path: str | Path) -> dict[str, Any]:
 
 
 def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
-    """Returns name in the module's `state_dict` -> name here. Of safetensors: the names themselves.
+    """Returns {name in the module's `state_dict`: name in `stored`}; of safetensors both are the same.
 
     ema   the moving average in the place of trained weights
     """
@@ -207,7 +207,7 @@ def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
 
 
 def _facts(first: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns rows for what is no tensor and differs: step, position in the data, the optimizer's numbers."""
+    """Returns rows (as `diff`) of differences that are no tensors: step, place in the data, the optimizer's numbers."""
     rows = []
     large = {"optimizer": "other numbers", "groups": "other options of its groups"}
     for key in ("step", "data", "engine", "optimizer_class", *large):

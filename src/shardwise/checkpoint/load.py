@@ -262,7 +262,7 @@ def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Matched:
-    """Names of this model that were loaded, those that the files lack (or have in another shape), and what is left."""
+    """Names of the model's tensors that were loaded, that files lack (or have in another shape); files' unused names."""
 
     loaded: list[str]
     missing: list[str]
@@ -321,7 +321,7 @@ def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
 
 
 def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
-    """Returns name for this model -> name in the files; of a checkpoint, weights and buffers alone."""
+    """Returns {name in this model, by `renames`: name in the files}; of a checkpoint, weights and buffers alone."""
     names: dict[str, str] = {}
     for key in stored.tensors:
         name = key

@@ -175,7 +175,7 @@ class Saver:
         return Work(self.folder, partial, engine.steps_done, engine.rank, engine.world_size, tensors, whole, self.keep)
 
     def _settle(self, holdings: list[Holding]) -> None:
-        """Deal what is written over the ranks, where that is not known for this layout. Collective."""
+        """Decide which rank writes which tensors, once for each layout of holdings. Collective."""
         engine = self.engine
         mine = [[h.key, to_json(h.piece), h.piece.shape, h.dtype, h.alike] for h in holdings]
         text = json.dumps(mine)
@@ -302,7 +302,7 @@ class Saver:
         self._settle(self._state()[0])
 
     def answered(self) -> str:
-        """Returns how this rank's save stands: "" while it goes on (or there is none), then "well" or "badly"."""
+        """Returns the state of this rank's save: "" while it runs (or without one), then "well" or "badly"."""
         return "" if self._writer is None else self._writer.answered()
 
     def finish(self) -> None:
@@ -352,7 +352,7 @@ def _memory_file() -> int:
 
 
 def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int, int]]]:
-    """Returns for each rank what it writes: (key, dtype, first, last) of elements of its piece.
+    """Returns, for each rank, (key, dtype, first, last) of the elements of its pieces that it writes.
 
     everybody   for each rank [key, piece, shape, dtype, alike] of each tensor
     """

@@ -71,7 +71,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Answer:
-    """What a command has found out so far; its fields are the JSON object."""
+    """A command's answer so far: text, exit code, and `fields`, the JSON object."""
 
     def __init__(self, args: list[str]) -> None:
         self.args, self.as_json = args, "--json" in args
@@ -101,7 +101,7 @@ class Answer:
 
 
 def _left_to_torchrun(message: str) -> bool:
-    """Hand the message to torchrun, which shows the first failing rank's once, at the end; False without torchrun."""
+    """Write the message where torchrun reads it, to show it once at the end; returns False without torchrun."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -213,7 +213,7 @@ def _key(name: str) -> str | None:
 
 
 def _say_which(context: click.Context) -> str:
-    """The commands of a group."""
+    """Returns "say which: " with the commands of a group."""
     names = context.command.list_commands(context) if isinstance(context.command, click.Group) else []
     return f"say which: {', '.join(f'{context.command_path} {name}' for name in names)}"
 

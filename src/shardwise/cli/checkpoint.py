@@ -140,7 +140,7 @@ def convert(
 
 
 def _nearest(target: Path) -> Path:
-    """The folder above the target that is there."""
+    """Returns the nearest folder above the target that exists."""
     return next(above for above in target.absolute().parents if above.is_dir())
 
 

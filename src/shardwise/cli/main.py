@@ -270,7 +270,7 @@ def call(args: list[str]) -> int:
 
 
 def _written(text: str) -> bool:
-    """Write the answer to stdout; returns False where it takes none, which is told. A reader that has gone is content.
+    """Write the answer to stdout; returns False, with a message, where that fails other than by a closed pipe.
 
     What Python would write there at its end goes nowhere then.
     """

@@ -132,7 +132,7 @@ def launcher_ranks() -> Iterator[tuple[Any, int | None]]:
 
 
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any], pool: Any) -> Any:
-    """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
+    """Returns the `Parity` of the target: a configuration, a script, or else a task."""
     if target.endswith(".toml") or _is_model(Path(target)):
         _refuse(words, arguments, "a configuration", "thorough", "device", "backend", "epochs", "against", "nproc",
                 "one", "cwd", "check_order")  # fmt: skip
@@ -173,7 +173,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def is_script(target: str) -> bool:
-    """Whether the word names a Python file that is to be run: one that calls `prepare`, or has no tasks in it."""
+    """Whether `target` names a Python file to run as a script: one that calls `prepare`, or defines no tasks."""
     if not target.endswith(".py"):
         return False
     from shardwise.task_files import calls_prepare, defines_task

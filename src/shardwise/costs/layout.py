@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def along(self) -> dict[str, int]:
-        """Returns axis -> degree, of those that cut positions along one dim."""
+        """Returns {axis: degree} of the axes that cut positions along one dim."""
         return {"cp": self.cp, "cp_ulysses": self.ulysses, **dict(self.others)}
 
     @property

@@ -112,7 +112,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
 
 
 def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:
-    """Returns, by name, the bytes that one layer keeps for its backward, for one micro-batch."""
+    """Returns {tensor: bytes} that one layer keeps for its backward, for one micro-batch."""
     s, lay = shape, layout
     tokens, t = lay.tokens, lay.tp
     stream = tokens * s.hidden * ACT_BYTES / (t if lay.sp else 1)
@@ -157,7 +157,7 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
 def _drop_what_is_computed_again(
     out: dict[str, float], s: Shape, lay: Layout, software: Software, stream: float
 ) -> None:
-    """Takes from what a layer keeps what the selective policy of this software does not keep."""
+    """Removes from `out`, the bytes that a layer keeps by tensor, those that the selective policy computes again."""
     if software.selective == "attention":
         out.pop("softmax statistics", None)
         return
@@ -267,7 +267,7 @@ def rank_memory(
 
 @lru_cache(maxsize=16)  # ranks of a layout differ by how many layers they have
 def _of_layer(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
-    """Returns the bytes that one layer keeps for its backward, and those that its backward adds while it runs."""
+    """Returns (bytes that one layer keeps for its backward, bytes that backward adds while it runs)."""
     return sum(layer_activations(shape, layout, software).values()), transient(shape, layout, software)
 
 

@@ -40,7 +40,7 @@ class States:
 
     @property
     def held(self) -> float:
-        """Bytes of what the optimizer updates."""
+        """Returns the bytes of what the optimizer updates: the master, or the weight without one."""
         return self.master or self.weight
 
     @property
@@ -195,7 +195,7 @@ class Software:
 
     @property
     def loss_bytes(self) -> tuple[int, int]:
-        """Returns bytes that forward and backward move of one logit; compiled blocks leave the loss as it is."""
+        """Returns (bytes that forward moves for one logit, bytes of backward); the loss is never compiled."""
         return LOSS_BYTES[self.loss]
 
 
@@ -399,7 +399,7 @@ def whole_in_pipeline(software: Software, layout: Layout) -> bool:
 
 
 def whole_gradients(software: Software, layout: Layout) -> bool:
-    """Whether gradients under ZeRO-2 and 3 stay whole until those of the last micro-batch are there, and are summed."""
+    """Whether gradients under ZeRO-2 and 3 stay whole until the last micro-batch, and are then summed over ranks."""
     between = software.sums_once and layout.sharded.gradients and layout.n_micro * layout.rounds > 1
     return between or whole_in_pipeline(software, layout)
 

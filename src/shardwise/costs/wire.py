@@ -51,7 +51,7 @@ class RankGroup:
 
 @lru_cache(maxsize=4096)
 def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
-    """Returns (whether each group of an axis lies in one unit of `unit` ranks, the fewest ranks of a group in one)."""
+    """Returns (whether each group of an axis lies in one unit of `unit` ranks, fewest ranks of a group in a unit)."""
     if unit % group.span == 0:
         return True, group.size
     if unit % group.stride == 0 and group.span % unit == 0:
@@ -77,7 +77,7 @@ class Wire:
 
     @property
     def table(self) -> CollectiveTable | None:
-        """Returns collectives measured inside a domain: those of the cluster file, else the catalogue's."""
+        """Returns measured times of collectives inside a domain: the cluster file's, else the catalogue's, else None."""
         if self.cluster.collectives:
             return measured_collectives(self.cluster.collectives)
         return collective_table(self.cluster.device.table) if self.cluster.device.table else None
@@ -93,7 +93,7 @@ class Wire:
         return self.cluster.device.memory_bandwidth_gbps.value * 1e9
 
     def tier(self, group: RankGroup) -> int:
-        """Returns the outermost tier that any group of this axis crosses: nodes may split groups unevenly."""
+        """Returns the index of the outermost tier that any group of this axis crosses; nodes may split some groups."""
         for index, unit in enumerate(self.cluster.sizes):
             if _lies(group, unit, self.ranks or self.cluster.world_size)[0]:
                 return index

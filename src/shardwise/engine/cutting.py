@@ -239,7 +239,7 @@ class _Where:
             self.spans.setdefault(call.path, []).append((call.enter, call.exit))
 
     def of(self, module: nn.Module, tensor: torch.Tensor) -> list[int]:
-        """Returns the indices of the stages that use a tensor; [0] for one of the outermost module or of none that runs.
+        """Returns the indices of the stages that use a tensor; [0] for the outermost module's, or where none runs.
 
         One that never ran may run where the forward decides by values on other samples.
         """

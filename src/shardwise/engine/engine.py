@@ -249,7 +249,7 @@ class Engine:
     # --- looking on
 
     def memory(self) -> dict[str, int | None]:
-        """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer", "peak" (GPU)."""
+        """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer" and others."""
         return weights_out.memory(self.state)
 
     @contextmanager

@@ -116,7 +116,7 @@ class _Writer:
 
 
 def memory(state: RankState) -> dict[str, int | None]:
-    """Returns bytes that this rank holds, by "parameters" (masters too), "gradients", "optimizer", "peak" (of a GPU).
+    """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer"; a GPU's peak.
 
     What lies in a tier is no part of these, and beside them: "host", "disk" (for activations the most so far).
     """

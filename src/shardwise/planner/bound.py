@@ -122,7 +122,7 @@ class Slower:
 
 
 def _axis(layout: Layout) -> tuple[str, int] | None:
-    """Returns ("tp" or "pp", degree) of a layout that one of the two cuts and nothing else; None for others."""
+    """Returns ("tp" or "pp", degree) of a layout whose module is cut by that axis alone; None for others."""
     if layout.ep * layout.cut_positions > 1 or (layout.tp > 1) == (layout.pp > 1):
         return None
     return ("tp", layout.tp) if layout.tp > 1 else ("pp", layout.pp)

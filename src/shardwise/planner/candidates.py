@@ -77,7 +77,7 @@ class Constraints:
         return layout.with_(**{name: value for name, value in values.items() if name not in idle})
 
     def limit(self, name: str, usual: int) -> int:
-        """Returns the largest degree of an axis: what the user says, else what is usual."""
+        """Returns the largest degree of an axis to try: the user's limit, else `usual`."""
         return dict(self.most).get(name) or usual
 
     def value(self, name: str) -> object | None:
@@ -89,7 +89,7 @@ class Constraints:
         return bool(placements(str(self.value("offload") or "none"), "parameters"))
 
     def precision(self, asked: str) -> str:
-        """Returns the precision that is fixed, else the one that was asked for beside the fixed fields."""
+        """Returns the precision that the fixed fields name, else `asked`."""
         return str(self.value("precision") or asked)
 
 
@@ -214,7 +214,7 @@ def _stages(constraints: Constraints) -> list[int]:
 def _schedules(
     shape: Shape, pp: int, n_micro: int, recompute: str, constraints: Constraints
 ) -> Iterator[tuple[str, int]]:  # fmt: skip
-    """Yields pairs (schedule, stages on each rank) that the pipeline can run with so many micro-batches."""
+    """Yields (schedule, stages on each rank) that a pipeline of `pp` ranks can run with `n_micro` micro-batches."""
     if pp == 1:
         yield "1f1b", 1
         return
@@ -381,7 +381,7 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
 def spread_layouts(
     bases: Iterable[Layout], world: int, batch: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yields each of `bases` times replicas, ZeRO-1 or 3 (ZeRO-2 if asked for) over the ranks that it leaves.
+    """Yields each of `bases`, which cut positions, with replicas, ZeRO-1 or 3 (ZeRO-2 if asked) over the ranks left.
 
     Data ranks are as many as the batch divides over; zero shards over the ranks that cut positions too.
     """
@@ -401,7 +401,7 @@ def spread_layouts(
 
 
 def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns grids of tiles for a field, few tiles first; for each number of tiles those with the shortest borders."""
+    """Returns grids (tiles along each dim), fewest tiles first; of each number those with the shortest borders."""
     chosen: list[tuple[int, ...]] = []
     for tiles in divisors(world):
         if 1 < tiles <= MOST_TILES:

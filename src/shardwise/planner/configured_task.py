@@ -56,7 +56,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class MadeUp:
-    """A source of one sample, as often as it is asked for."""
+    """A source whose samples are all the same made-up one."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
@@ -71,14 +71,14 @@ class MadeUp:
 
 @dataclass(frozen=True)
 class Configured:
-    """What a configuration describes.
+    """The tasks that a model's configuration describes, for tracing.
 
-    tasks    differ in their sample; the first that can be traced is meant
+    tasks    the same model with other samples; the first that can be traced is taken
     samples  of each, in words
     head     of `HEADS`
-    notes    what was taken for granted
-    hint     where none of the samples is taken
-    of_images  whether its main input is
+    notes    assumptions, as sentences
+    hint     what to do where no sample can be traced
+    of_images  whether the model's main input is images
     """
 
     tasks: tuple[Task, ...]
@@ -317,12 +317,12 @@ def made_up_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def settings_of_base(config: Any) -> dict[str, Any]:
-    """Returns the fields of a `Task` beside its model and data."""
+    """Returns {"inputs", "loss", "name"}: the fields of a `Task` beside its model and data."""
     return {"inputs": inputs, "loss": made_up_loss, "name": config.model_type}
 
 
 def main_input(kind: Any) -> str:
-    """Returns the name of the model's main input: what its class says, where the forward has such an argument."""
+    """Returns the name of the model's main input: the class's own where its forward has it, else a usual one."""
     takes = tuple(inspect.signature(kind.forward).parameters)[1:]
     said = getattr(kind, "main_input_name", "input_ids")
     usual = ("pixel_values", "input_ids", "input_features", "input_values")

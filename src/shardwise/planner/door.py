@@ -117,7 +117,7 @@ class _Where:
     remarks: tuple[str, ...] = ()
 
     def refuse_layout(self, what: str) -> None:
-        """Raise `InputError` where a layout of images is asked for, and `what` is forecast, which has none."""
+        """Raise `InputError` where channels-last is asked for of `what`, a model without images."""
         if self.channels_last is not None:
             raise InputError(f"--channels-last is for the images of a configuration, not for {what}: leave it out")
 

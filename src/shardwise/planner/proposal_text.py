@@ -155,7 +155,7 @@ def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
 
 
 def proposal_dict(p: Proposal) -> dict[str, Any]:
-    """Returns a proposal for JSON."""
+    """Returns a proposal as JSON: plan, family, whether it can run, ranks, bytes, and the forecast's own fields."""
     return {
         "plan": str(p.plan), "family": p.family, "runnable": p.runnable or True, "world_size": p.plan.world_size,
         "micro_batch": p.layout.micro_batch, "needed_bytes": p.forecast.needed_bytes, **p.forecast.as_dict(),
@@ -183,7 +183,7 @@ class Proposal:
 
     @property
     def runnable(self) -> str:
-        """Empty where this version can run the plan, else what it lacks."""
+        """Returns "" where this version can run the plan, else what it lacks, as text."""
         return lacking(self.plan)
 
 

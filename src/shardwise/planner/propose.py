@@ -227,7 +227,7 @@ def _look(
     subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say,
     show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> _Looked:  # fmt: skip
-    """Estimates every layout and keeps those that fit; an interrupt (ctrl-C) ends it early once some do."""
+    """Returns estimates of all layouts, those that fit apart; an interrupt (ctrl-C) ends the search once some fit."""
     looked, last_line_at, best = _Looked(), time.monotonic(), math.inf
     began, leader = last_line_at, ""
     shown = show is None
@@ -278,7 +278,7 @@ def _look(
 
 
 def _nearer(first: tuple[Room, Layout] | None, second: tuple[Room, Layout] | None) -> tuple[Room, Layout] | None:
-    """Returns which of two has less beyond what a host has; the other where one is None."""
+    """Returns the (room, layout) whose bytes exceed the host's by less; the other where one is None."""
     if first is None or second is None:
         return first or second
     return min(first, second, key=lambda crowded: crowded[0].over)

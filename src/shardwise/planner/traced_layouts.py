@@ -66,7 +66,7 @@ class TracedLayouts:
         fastest, best = inf, None
 
         def noted(layouts: Iterable[Layout]) -> Iterator[Layout]:
-            """Yields the layouts, and notes the fastest step of those that fit, and of cut ones which it is."""
+            """Yields the layouts; keeps the fastest seconds of those that fit, the fastest cut one as `best`."""
             nonlocal fastest, best
             for layout in layouts:
                 yield layout
@@ -105,7 +105,7 @@ class TracedLayouts:
 
         Of the same layout, that without recompute comes first: where it fits, recompute only adds time.
 
-        can   whether a layout can be traced and should be, given those that fit so far; asked last, since it takes long
+        can   (layout, those that fit so far) -> whether to trace and take it; asked last, since a trace takes long
         """
         asked = constraints.value("remat") is not None
         fitted: set[Layout] = set()
@@ -255,7 +255,7 @@ class TracedLayouts:
 
     @cached_property
     def space(self) -> tuple[int, ...]:
-        """Returns sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
+        """Returns the size of the task's fields along each dim that tiles may cut; () for a task without fields."""
         space: tuple[int, ...] = ()
         for dims in range(1, MOST_DIMS + 1):
             try:

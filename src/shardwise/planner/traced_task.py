@@ -106,11 +106,15 @@ class Traced:
 
     @property
     def analysis(self) -> TaskAnalysis:
-        """Returns what is found out about the module, of as few layers as there may be."""
+        """Returns the `TaskAnalysis` of the module, with few layers where it can be traced so."""
         return self.few[0].looks if self.few else self.looks
 
     def _of_few(self, ask: Callable[[Traced], Any], line: Callable[..., Any]) -> Any:
-        """Returns by `line` what `ask` gives of the module with few layers; None without, and where no line goes."""
+        """Returns `line` over what `ask` gives of the module at two small depths; None without these, or off any line.
+
+        ask   (traced module of few layers) -> its figure
+        line  (figure at the first depth, at the second, layers beyond it) -> figure of the whole; raises `NoLine`
+        """
         if self.layers is None or not self.few:
             return None
         try:
@@ -168,7 +172,7 @@ class Traced:
 
     @property
     def second_trace_s(self) -> float:
-        """Returns seconds that the trace of the larger one will take, 0 once it was made."""
+        """Returns the seconds that the trace of the larger micro-batch will take; 0 once it was made."""
         return 0.0 if (self.samples[1], PLAIN, 0) in self._traces else self._first_trace_s
 
     @property
@@ -178,7 +182,7 @@ class Traced:
         return first.balanced or (first.chose and self.analysis.holds_experts)
 
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
-        """Returns the traces of the whole module, as they tell of micro-batches of `micro` samples.
+        """Returns the `Model` of the uncut module: two traces, between which `micro` samples are interpolated.
 
         blocks  what its blocks do for memory, or how they recompute alone
         """
@@ -203,7 +207,7 @@ class Traced:
         return self._models[key]
 
     def _sizes(self, micro: int | None) -> tuple[int, int]:
-        """Returns the two numbers of samples to trace for a micro-batch: the usual, or its own if no larger."""
+        """Returns the two micro-batch sizes to trace: `self.samples`, or twice `micro` where that is no larger."""
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
@@ -262,7 +266,7 @@ class Traced:
         return True
 
     def _left_out(self, what: str, why: str) -> None:
-        """Adds `what` to the remark that ends in the reason `why`; a new remark where there is none."""
+        """Add `what` was left out to the remark that ends in the reason `why`; a new remark where there is none."""
         for at, text in enumerate(self.remarks):
             if text.endswith(why):
                 named = text.removesuffix(why).split("; ")
@@ -384,7 +388,7 @@ class Traced:
         return True
 
     def memory(self, layout: Layout, batch: int) -> MemoryLedger:
-        """Returns the memory of the rank that needs most; of one that cannot hold its weights, these alone."""
+        """Returns the memory, by term, of the rank that needs most; the weights alone where these do not fit."""
         if least := self.weights_alone(layout):
             return MemoryLedger({"weights": least}, WEIGHTS_ALONE)
         return max(self.ledgers(layout, batch), key=lambda ledger: ledger.allocated)

@@ -26,7 +26,7 @@ PAYS = 1.5  # times as fast, from which more devices are called worth it
 
 @dataclass(frozen=True)
 class AskedJob:
-    """A job: of so many tokens, or so many seconds long on all devices; neither where there is none."""
+    """A job's length, in tokens or in seconds on all devices (both None: no job), and the price of a device-hour."""
 
     tokens: float | None = None
     seconds: float | None = None

@@ -23,7 +23,7 @@ _agent: Any = None  # the store, once `agent_store` has found it
 
 
 def has_agent() -> bool:
-    """Returns whether torchrun's agent holds the store of this job, so that it outlives the ranks."""
+    """Whether torchrun's agent holds the store of this job, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

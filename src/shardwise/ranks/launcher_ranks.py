@@ -68,7 +68,7 @@ class LauncherRanks:
         return unpack(outcome, world_size, getattr(function, "__qualname__", repr(function)), timeout_s)
 
     def serve(self) -> int:
-        """Run what rank 0 asks for until it ends; returns the exit code that it tells."""
+        """Run the functions that rank 0 asks for until rank 0 ends; returns the exit code that it sends."""
         while True:
             self._number += 1
             call = self._wait(f"call/{self._number}")

@@ -165,7 +165,7 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def _is_one_process(environ: Mapping[str, str], by_hand: list[str]) -> bool:
-    """Returns whether no variable tells of other ranks; `accelerate launch` gives one process a master's address."""
+    """Whether no variable tells of other ranks; `accelerate launch` gives even one process a master's address."""
     return not by_hand or (set(by_hand) <= set(MASTER) and bool(_with_variables_of_torchrun(environ)))
 
 
@@ -248,7 +248,7 @@ def _slurm_job(environ: Mapping[str, str]) -> str | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Returns this node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2; None where it does not say."""
+    """Returns this node's count in SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2; None where that cannot be read."""
     counts: list[int] = []
     for piece in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)

@@ -193,7 +193,7 @@ def _own_addresses() -> tuple[str, ...]:
 
 
 def _connect(address: Address, until: float) -> Any | None:
-    """Returns rank 0's store, or None where nobody, or somebody else, listens there now."""
+    """Returns rank 0's store at an address; None where nothing, or another job, listens there now."""
     import torch.distributed as dist
 
     for host in address.hosts:

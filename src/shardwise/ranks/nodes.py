@@ -75,7 +75,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
         take_turns()
 
     def end(which: str) -> None:
-        """Close the group once no rank has anything under way in it, which the store alone can tell."""
+        """Close the group once every rank has come here, by the store: until then one may still use the group."""
         store.set(f"{name}/{which}/{rank}", "")
         store.wait([f"{name}/{which}/{other}" for other in range(size)], timeout)
         dist.destroy_process_group()

@@ -107,7 +107,7 @@ class RankPool:
         self._idle = kept + self._idle
 
     def _grow(self, world_size: int, imports: str) -> None:
-        """Replace what has died since the last run and start what is missing."""
+        """Replace idle processes that have died since the last run, and start those that `world_size` lacks."""
         for process in [process for process in self._idle if not process.is_usable()]:
             process.kill()
             self._idle.remove(process)

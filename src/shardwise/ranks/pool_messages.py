@@ -87,7 +87,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _as_bytes(tensor: Any) -> tuple:
-    """Returns how a plain tensor is pickled: its elements as they lie. torch writes a file for each, far slower."""
+    """Returns a plain tensor as (`_from_bytes`, its arguments), for pickle: torch's own writes files, slower."""
     storage = tensor.untyped_storage()
     shape, strides = tuple(tensor.shape), tensor.stride()
     held = ctypes.string_at(storage.data_ptr(), storage.nbytes())

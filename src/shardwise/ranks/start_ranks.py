@@ -90,7 +90,7 @@ def launch(
 
 
 def _open_logs(world_size: int, log_dir: str | os.PathLike[str] | None) -> dict[int, int]:
-    """Returns file descriptors for the logs of ranks 1 and up; a log that exists is continued."""
+    """Returns {rank: file descriptor of its log} of ranks 1 and up, {} without a folder; logs are continued."""
     if log_dir is None:
         return {}
     folder = Path(log_dir)
