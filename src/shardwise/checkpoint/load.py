@@ -262,7 +262,7 @@ def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Matched:
-    """Names of the model's tensors that were loaded, that files lack (or have in another shape); files' unused names."""
+    """Names of the model's tensors that were loaded, that files lack or have in another shape; files' unused names."""
 
     loaded: list[str]
     missing: list[str]

@@ -138,7 +138,7 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns ranks inside one unit of each tier, cumulative: (8, 128) for 16 nodes of 8."""
+        """Returns how many ranks one unit of each tier has, innermost first: (8, 128) for 16 nodes of 8."""
         out, size = [], 1
         for tier in self.tiers:
             size *= tier.count
@@ -235,7 +235,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) -> tuple:
-    """Returns a list of measured rows, every number of them above 0, or 0 too where `nothing` may be."""
+    """Returns measured rows as tuples with cells of `kinds`, numbers above 0, or 0 too where `nothing`; else raises."""
     if not isinstance(raw, list):
         raise InputError(f"{where} must be a list of rows, got {raw!r}")
     out = []

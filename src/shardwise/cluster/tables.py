@@ -53,7 +53,7 @@ class GemmTable:
         return rate * small  # below the grid the time stays: the product is bound by its latency
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Returns seconds of one product."""
+        """Returns the seconds of one product (m, k) x (k, n)."""
         return 2.0 * m * n * k / (self.tflops(m, n, k) * 1e12)
 
 
@@ -138,7 +138,7 @@ def _outside(grid: Iterable[int], value: int, near: int) -> int:
 
 
 def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: tuple[int, int]) -> float:
-    """Microseconds over `wanted` (nodes, ranks of each), from those over `measured`; `least`: of a small message."""
+    """Returns us over `wanted` (nodes, ranks of each), from `us` over `measured`; `least`: us of a small message."""
     if wanted == measured:
         return us
     wait = min(least, us)

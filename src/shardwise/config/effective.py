@@ -186,7 +186,7 @@ def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
 
 
 def _tree(items: list[Given], problems: list[str]) -> dict[str, Any]:
-    """Returns the values as nested tables."""
+    """Returns the values as nested dicts, by the parts of their dotted keys; mistakes go into `problems`."""
     tree: dict[str, Any] = {}
     for item in items:
         *tables, leaf = item.key.split(".")
@@ -225,7 +225,7 @@ def _expected(key: str, mistake: dict[str, Any]) -> str:
 
 
 def _nearest(key: str, value: Any) -> str:
-    """Returns a hint at the key that was meant: a similar one in the same table, else in another.
+    """Returns a hint, as text, at the key that was meant: a similar one in the same table, else in another.
 
     value   of the key: a table of one key where a point stands for another sign (`checkpoint.every`)
     """

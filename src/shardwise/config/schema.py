@@ -59,7 +59,7 @@ Count = Annotated[int, BeforeValidator(count)]
 
 
 def _one_or_more(value: Any) -> Any:
-    """Returns a list of words as it is, and of one text its words between commas."""
+    """Returns a list of words: of one text those between commas, anything else as it is."""
     return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
@@ -73,7 +73,7 @@ def _renaming(value: str) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Returns a list as it is, and one path (which may hold commas) as a list."""
+    """Returns a list: of one path (which may hold commas) as [path], anything else as it is."""
     return [value] if isinstance(value, str) else value
 
 
@@ -100,7 +100,7 @@ class ModelSizes(Section):
 
 
 class TaskSection(Section):
-    """[task]: what is trained."""
+    """The section [task]: which task is trained."""
 
     name: str = Field(
         default="text",

@@ -110,7 +110,7 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, 
 
 
 def _other_than_toml(path: Path) -> str:
-    """Returns what a file that is no TOML looks like, as the end of a message; "" where nothing tells."""
+    """Returns the end of a message that says what a file that is no TOML looks like (YAML, JSON); "" where unknown."""
     lines = [line.partition("#")[0].rstrip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     if any(re.fullmatch(r"[\w.-]+:(\s.*)?", line) for line in lines):
         return "; it looks like YAML: a section is [train], a key steps = 3 (shardwise config --starter)"
@@ -167,7 +167,7 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
 
 
 def _value(text: str) -> Any:
-    """Returns the TOML value; the text itself where it is no TOML (a bare word) or a date."""
+    """Returns the value of a text read as TOML; the text itself for a bare word or a date."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

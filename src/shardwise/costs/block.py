@@ -316,7 +316,7 @@ class BlockCosts:
         )
 
     def _reorders(self) -> tuple[float, float]:
-        """Returns seconds (forward, backward) of copies around tp's messages with sp: shares reordered, pieces added."""
+        """Returns seconds (forward, backward) of copies around tp's messages with sp: of shares, or sums."""
         s, lay, soft = self.shape, self.layout, self.software
         whole = lay.tokens * s.hidden * ACT_BYTES
         if not (lay.sp and lay.tp > 1 and soft.reorders):

@@ -67,7 +67,7 @@ def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tupl
 def _own_rates(
     products: tuple[tuple[str, int, int, int, float], ...], kind: str
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Returns {head width: ((length, TFLOP/s), ...)} of a probed device; rows: (kind, length, heads * samples, width, us)."""
+    """Returns {head width: ((length, TFLOP/s), ...)} of probed (kind, length, heads * samples, width, us)."""
     rates: dict[int, dict[int, float]] = {}
     for name, length, heads, width, us in products:
         if name == kind:

@@ -195,7 +195,7 @@ class Software:
 
     @property
     def loss_bytes(self) -> tuple[int, int]:
-        """Returns (bytes that forward moves for one logit, bytes of backward); the loss is never compiled."""
+        """Returns (bytes that forward moves for one logit, bytes of backward), with compiled blocks too."""
         return LOSS_BYTES[self.loss]
 
 

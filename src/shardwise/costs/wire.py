@@ -77,7 +77,7 @@ class Wire:
 
     @property
     def table(self) -> CollectiveTable | None:
-        """Returns measured times of collectives inside a domain: the cluster file's, else the catalogue's, else None."""
+        """Returns times of collectives measured inside a domain: the cluster file's, else the catalogue's, or None."""
         if self.cluster.collectives:
             return measured_collectives(self.cluster.collectives)
         return collective_table(self.cluster.device.table) if self.cluster.device.table else None

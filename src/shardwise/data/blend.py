@@ -95,7 +95,7 @@ def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns each source's places in a block: largest remainders are rounded up, every source has at least one."""
+    """Returns how many of a block's places each source gets, by weight: at least one, remainders to the largest."""
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
     counts = np.maximum(np.floor(exact).astype(int), 1)
     for index in np.argsort(-(exact - np.floor(exact)), kind="stable"):
@@ -110,7 +110,7 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each place of a block, its source and how many places of that source precede it."""
+    """Returns (source of each place of a block, how many places of that source precede it), both (BLOCK,) int64."""
     places = permuted(np.arange(BLOCK, dtype=np.uint64), BLOCK, epoch_keys(seed, block)).astype(np.int64)
     source = np.searchsorted(np.cumsum(counts), places, side="right")
     before = np.empty(BLOCK, dtype=np.int64)
@@ -165,7 +165,7 @@ class BlendOrder(Order):
         return own.indices(low, int(numbers.max()) + 1)[numbers - low]
 
     def state(self, position: int) -> dict[str, Any]:
-        """Returns the state that `continued` goes on from at `position`, with these weights or with others.
+        """Returns, as JSON, the state from which `continued` resumes at `position`, with these weights or with others.
 
         `weights`, `drawn`, `positions` by source; `origin`: the position at which these weights began.
         """
@@ -193,5 +193,5 @@ class BlendOrder(Order):
 
 
 def hash_of(seed: int, name: str) -> int:
-    """Returns the seed of one source of a blend."""
+    """Returns the seed of one source of a blend, a 56-bit hash of the blend's seed and the source's name."""
     return int.from_bytes(hashlib.blake2b(f"blend/{seed}/{name}".encode(), digest_size=7).digest(), "little")

@@ -263,7 +263,7 @@ class FieldSource:
         return mean, std
 
     def _origin(self) -> dict[str, Any]:
-        """Returns the facts that the statistics depend on (kept in their file, to tell when they are stale)."""
+        """Returns {"files", "variables", "times", "region"}, of the data from which statistics were computed."""
         sizes = [file.stat().st_size if file.is_file() else None for file in self.grid.files]
         names = {name for group in self.groups.values() for name in group}
         return {"files": [[file.name, size] for file, size in zip(self.grid.files, sizes, strict=True)],

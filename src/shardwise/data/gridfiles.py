@@ -30,7 +30,7 @@ _READING = threading.RLock()
 
 @dataclass(frozen=True)
 class FileVariable:
-    """A variable in one file."""
+    """A variable of one file: its dims' names, its shape and its attributes."""
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
@@ -172,7 +172,7 @@ def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
 
 
 def _mark(value: Any, dtype: np.dtype) -> Any:
-    """A fill value of zarr 3's attributes: xarray writes those of floats as base64 of a little-endian double."""
+    """Returns a fill value of zarr 3's attributes, [] for None; xarray writes floats in base64 (little-endian)."""
     if value is None:
         return []
     if isinstance(value, str) and dtype.kind == "f":

@@ -163,7 +163,7 @@ def packed(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", object) of each line that is not empty; `InputError` names the place of one that is none."""
+    """Yields ("file:line", object) of each line that is not empty; `InputError` names a line that is no JSON object."""
     try:
         text = path.read_bytes()
     except IsADirectoryError:

@@ -116,7 +116,7 @@ class Loader:
         return Prefetch(items, ahead, timeout_s=self._read_timeout_s, what=what)
 
     def _in_turn(self) -> tuple[list[Share], int]:
-        """Reads the next step while the caller waits; what it draws moves no generator that others draw from."""
+        """Returns (parts of the next step, position after it), read while the caller waits; draws move no generator."""
         start, stop = self._steps.span(self._position)
         if self._end is not None and stop > self._end:
             raise StopIteration

@@ -72,7 +72,7 @@ class RayRows:
         self._blocks: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process needs to ask for the blocks itself."""
+        """Returns {"make", "name", "kept"}, from which another process asks for the blocks itself."""
         return {"make": self.make, "name": self.name, "kept": self.kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class RayRows:
         return self._rows
 
     def _block(self, at: int) -> dict[str, Any]:
-        """Returns a block's columns as arrays."""
+        """Returns {column: array of the block's rows}."""
         if at not in self._blocks:
             while len(self._blocks) >= self.kept:
                 self._blocks.popitem(last=False)
@@ -165,7 +165,7 @@ class _Maker:
         self._made: Any = None
 
     def blocks(self) -> tuple[list[int], list[Any]]:
-        """Returns the number of rows of each block, and the references to them, in the dataset's order."""
+        """Returns (number of rows of each block, Ray's reference to each block), in the dataset's order."""
         import ray
         from ray.data import DataContext
         from ray.data.block import BlockAccessor
@@ -179,7 +179,7 @@ class _Maker:
 
 
 def _packed(make: Callable[[], Any]) -> bytes:
-    """Returns a function pickled with what it needs of its own file, which workers of Ray cannot import."""
+    """Returns a function pickled with all that it uses of its own file, which workers of Ray cannot import."""
     from ray import cloudpickle
 
     module = sys.modules.get(make.__module__)

@@ -45,7 +45,7 @@ class Steps:
             )
 
     def span(self, position: int) -> tuple[int, int]:
-        """Returns [start, stop) of the step at or after `position`; never across the border of two epochs."""
+        """Returns positions (start, stop) of the step at or after `position`; never across the border of two epochs."""
         length = self.order.length
         end = (position // length + 1) * length
         if self.drop_last and end - position < self.batch_size:

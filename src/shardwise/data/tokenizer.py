@@ -118,7 +118,7 @@ def _told_end(folder: Path, tokenizer: Any) -> int | None:
 
 
 def _entry(path: Path, key: str) -> Any:
-    """Returns the value of a key in a file of JSON; None where there is no such file or key."""
+    """Returns the value of a key in a JSON file; None without such a file or key."""
     if not path.is_file():
         return None
     try:

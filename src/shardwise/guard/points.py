@@ -46,7 +46,7 @@ Listener = Callable[[str, int, Any], None]
 
 
 class _Here:
-    """This process's record and listener."""
+    """The process's state: its shared-memory record, a listener to `reach` (faults of tests), and the last step."""
 
     record: RankRecord | None = None
     listener: Listener | None = None

@@ -88,7 +88,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """A rank's record as a watcher saw it."""
+    """A rank's record as a watcher read it at one moment."""
 
     rank: int
     pid: int
@@ -110,13 +110,13 @@ class RankSnapshot:
 
 
 def memory_folder() -> str:
-    """Returns a folder whose files lie in memory, else that for temporary files."""
+    """Returns a folder whose files lie in memory (/dev/shm), else the one for temporary files."""
     shared = "/dev/shm"
     return shared if os.access(shared, os.W_OK | os.X_OK) else tempfile.gettempdir()
 
 
 def _mapped(path: str | Path) -> mmap.mmap:
-    """Map a record's file, made by whichever process comes first; all of it is allocated, so a full disk fails here."""
+    """Returns a record's file mapped; the first process makes it, wholly allocated, so that a full disk fails here."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(handle).st_size < SIZE:

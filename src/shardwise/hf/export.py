@@ -197,7 +197,7 @@ def _named(
 
 
 def _class_of(weights: Any, config: Any) -> Any:
-    """Returns the model's class: the engine's, or what the configuration names."""
+    """Returns the model's class: the engine's, or the one that the configuration names; None where neither tells."""
     if isinstance(weights, Engine):
         return next((kind for kind in type(weights.module).__mro__ if "FSDP" not in kind.__name__), None)
     import transformers
@@ -207,7 +207,7 @@ def _class_of(weights: Any, config: Any) -> Any:
 
 
 class _Files:
-    """Writer of tensors into files of at most so many bytes, named when their number is known."""
+    """Writer of tensors into files of at most `file_bytes` each, named when their number is known."""
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         self.folder, self.file_bytes = folder, file_bytes

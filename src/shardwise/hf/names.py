@@ -45,7 +45,7 @@ class Recipe:
 
 
 def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
-    """Returns name in the model -> recipe, for every tensor of the checkpoint. `model` is on the meta device."""
+    """Returns {name in the model: recipe that makes it} of the checkpoint's tensors. `model` is on the meta device."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

@@ -89,7 +89,7 @@ class Weights:
             write_from(tensors[name], partial(self.checkpoint.read, stored_as, tensors[name].dtype))
 
     def _matched(self, model: nn.Module, made: dict[str, Recipe]) -> dict[str, tuple[str, Recipe]]:
-        """Returns parameter or kept buffer -> the name that it is made under, and how; raises for missing ones."""
+        """Returns {parameter or kept buffer: (name of its recipe, recipe)}; raises `InputError` for missing ones."""
         recipes: dict[str, tuple[str, Recipe]] = {}
         missing = []
         aliases = _aliases(model)
@@ -172,7 +172,7 @@ def _of_shape(name: str, shape: torch.Size) -> str:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Returns parameter or kept buffer -> every name it goes by; tied weights have several."""
+    """Returns {parameter or kept buffer: all names of that tensor}; tied weights have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
         names.setdefault(id(tensor), []).append(name)

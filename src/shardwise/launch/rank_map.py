@@ -20,7 +20,7 @@ def axes_of(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def leaves_node(degree: int, stride: int, per_node: int) -> bool:
-    """Returns whether any group of an axis lies on more than one node."""
+    """Whether any group of an axis lies on more than one node, of `per_node` ranks."""
     span = stride * degree  # a group begins at multiples of it, and `stride` of them are interleaved there
     return stride * (degree - 1) >= per_node or per_node % span != 0
 

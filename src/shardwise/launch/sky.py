@@ -51,7 +51,7 @@ def _accelerators(job: LaunchJob) -> dict[str, Any]:
 
 
 def _mounts(job: LaunchJob) -> dict[str, Any]:
-    """Returns the mount for runs: a volume, or, for a single node, a bucket, of which the node keeps a cache."""
+    """Returns SkyPilot's entry that mounts the folder of runs: a volume, or, for a single node, a cached bucket."""
     assert job.volume is not None
     if "://" not in job.volume:
         return {"volumes": {job.folder: job.volume}}

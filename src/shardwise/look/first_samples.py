@@ -183,7 +183,7 @@ class _Look:
         return bool(self.share(["here"] if here else []))
 
     def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs]:
-        """Run all samples; returns the loss, the random calls, and calls of torch that made all pairs of samples."""
+        """Run all samples; returns (loss, random calls, watch of torch's calls that made all pairs of samples)."""
         findings, seen = self.findings, self.seen
         findings.batch_norms = batch_norm_modules(self.module)
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -197,7 +197,7 @@ class _Look:
         return of_whole, calls, pairs
 
     def _run_parts(self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs) -> tuple[Loss, Loss, str]:
-        """Run both parts; returns their losses and, as text, where all pairs of samples are made; learns batch dims."""
+        """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "")."""
         n, _, count = self.sizes
         first, _, changed_by_first = self.run(parts[0])
         with AllPairs(count) as pairs_of_part:

@@ -166,7 +166,7 @@ def _added(first: Result, second: Result) -> Result:
 
 
 def _errors(whole: Result, other: Result) -> dict[str, float]:
-    """Returns the relative error of each number and each gradient, by what a message calls it."""
+    """Returns {name in a message: relative error} of each number and each gradient of `other` against `whole`."""
     errors = {f"its {name}": _apart(value, other[0].get(name, 0.0)) for name, value in whole[0].items()}
     largest = max((float(gradient.abs().max()) for gradient in whole[1].values() if gradient.numel()), default=0.0)
     for name in sorted(whole[1] | other[1]):

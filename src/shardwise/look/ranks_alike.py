@@ -86,7 +86,7 @@ class HeldAlike:
         return {name: zlib.crc32(_few(param, _FEW)) for name, param in self._module.named_parameters()}
 
     def _buffers(self) -> dict[str, int]:
-        """Returns a checksum of each buffer that is saved with the weights, by name, as this rank has it."""
+        """Returns {name: checksum} of this rank's buffers that are saved with the weights."""
         return {name: zlib.crc32(_few(buffer, _MANY)) for name, buffer in self._saved_buffers()}
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:

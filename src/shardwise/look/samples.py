@@ -143,7 +143,7 @@ OTHER_SAMPLES = (
 
 
 def _check_data_alike(task: Task, indices: list[int], batch: Any, world: Axis, device: torch.device) -> None:
-    """Raise `InputError` where ranks read other samples, each the same ones again. Collective."""
+    """Raise `InputError` where ranks read other samples than each other, steadily in two reads. Collective."""
     mine = checksum_of(batch)
     if world.size == 1 or _all_alike(gather_rows(put([mine], device), world)):
         return

@@ -75,12 +75,12 @@ def many_of(batch: Any, sizes: Sequence[int]) -> Many:
 
 
 def times_of(count: int, total: int) -> list[int]:
-    """Returns how often each of `count` samples stands in `total`: its copies in a row, so that parts are unlike."""
+    """Returns how often to repeat each of `count` samples to fill `total`; copies in a row, so that parts differ."""
     return [total * (at + 1) // count - total * at // count for at in range(count)]
 
 
 def repeated(batch: Any, times: list[int]) -> Any:
-    """Returns a batch whose samples stand in it so many times each, in their order."""
+    """Returns the batch with each sample repeated `times` in a row, in their order."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim():

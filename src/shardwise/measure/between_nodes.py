@@ -51,7 +51,7 @@ def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYT
 
 
 def groups(nodes: Nodes, count: int, per_node: int) -> list[list[int]]:
-    """Returns groups over `count` neighbouring nodes: of all ranks, or (`per_node` is 1) of those at one place."""
+    """Returns groups of ranks over `count` neighbouring nodes: of all their ranks, or of those at one place in each."""
     blocks = [nodes[at : at + count] for at in range(0, len(nodes), count)]
     if per_node == len(nodes[0]):
         return [[rank for node in block for rank in node] for block in blocks]

@@ -63,7 +63,7 @@ PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8  # each of what is left then
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
-    """Returns the median seconds of a call: what a step meets, not the best that was ever seen."""
+    """Returns the median seconds of a call: what a step takes as a rule, not the best of all."""
     call()
     synchronize(device)
     times: list[float] = []
@@ -77,7 +77,7 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
 
 
 def measure(say: Say, budget: Budget) -> dict[str, Any]:
-    """Returns all figures of one rank by name. Collective; rank 0 reports what it measures.
+    """Returns {figure: value} of all that one rank measures. Collective; rank 0 reports progress.
 
     budget  of the whole probe: a share of it is taken here, by fewer sizes where a machine is slow
     """
@@ -114,7 +114,8 @@ def _of_rank_zero(say: Say) -> Say:
 
 
 def measure_engine(say: Say, reference: float, budget: Budget, quick: bool = False) -> dict[str, Any]:
-    """Times steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective.
+    """Returns rows of timed steps of reference modules, "steps" (name, place, seconds) and "large", on one CPU rank,
+    where nothing hides what the host adds. Collective.
 
     reference   the pace at which all else was measured, microseconds
     """

@@ -36,7 +36,7 @@ class InputAt(NamedTuple):
 
 
 class ResultOf(NamedTuple):
-    """An argument that is what step `step` gave, or element `place` of it."""
+    """An argument that is the result of step `step`, or element `place` of that result."""
 
     step: int
     place: int | None
@@ -73,7 +73,7 @@ def turn(count: int, index: int) -> Axis:
 
 
 def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """Returns one turn's chunk of what this rank holds of a tensor, along `dim`, as a part."""
+    """Returns one turn's chunk of this rank's elements of a tensor, along `dim`, as a `Part` over `axis`."""
 
     def chunk(local: torch.Tensor) -> torch.Tensor:
         owners = Owners.blocks(local.shape[dim], axis.size)
@@ -140,7 +140,7 @@ class Program:
 
     @property
     def _last_read(self) -> list[list[int]]:
-        """Returns, for each step, the steps whose results can be freed once it has run: none reads them later."""
+        """Returns, for each step, the numbers of the steps whose results no later step reads, to be freed after it."""
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
@@ -317,7 +317,7 @@ def _of_turn(
     program: Program, inputs: Sequence[torch.Tensor], wants: Sequence[bool], gradients: Sequence[torch.Tensor],
     index: int,
 ) -> Sequence[torch.Tensor | None]:  # fmt: skip
-    """Returns the wanted inputs' gradients from one turn, whose chunk is computed again."""
+    """Returns the gradient of each wanted input (None without one) from one turn, whose chunk is computed again."""
     with torch.enable_grad():
         here = program.chunk(inputs, index, wants)
         outputs = program.run(here)

@@ -167,7 +167,7 @@ def _refuse_gradient(*gradients: torch.Tensor) -> None:
 
 
 def whole(tree: Any) -> Any:
-    """Returns a tree, list or tensor with every `Waiting` tensor in it computed whole."""
+    """Returns a tensor, list or tree of tensors with every `Waiting` tensor in it computed whole."""
     if type(tree) is torch.Tensor:  # a model's output, mostly: a walk through a tree takes longer than all else here
         return tree
     return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)

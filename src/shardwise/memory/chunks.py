@@ -47,7 +47,8 @@ class Chunks(ChunkCounts):
     """Makes forwards compute wide tensors in chunks, and counts them."""
 
     def inside(self, forward: Callable[..., Any], *, leaves_whole: bool = False) -> Callable[..., Any]:
-        """Returns a forward in which wide tensors wait; what it returns may wait too, unless `leaves_whole`."""
+        """Returns `forward` with wide tensors put off inside (`Waiting`); its outputs may be put off too, unless
+        `leaves_whole`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.entered():
@@ -60,7 +61,7 @@ class Chunks(ChunkCounts):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context: wide tensors wait. Inside another one, nothing changes."""
+        """Context: wide tensors are put off (`Waiting`). Inside another such context nothing changes."""
         if HERE.chunks is not None:
             yield
             return

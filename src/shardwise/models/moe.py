@@ -107,7 +107,7 @@ class Experts(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Attention, then routed experts and a shared one."""
+    """A block of a decoder: attention, then routed experts and a shared expert."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class MoEBlock(nn.Module):
 
 
 class Shared(nn.Module):
-    """The gated network that every token goes through."""
+    """The shared expert: a gated feed-forward network that every token goes through."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class MoEDecoder(nn.Module):
 
 
 def sign_descent(groups: list[dict], rate: float) -> list[dict]:
-    """The groups for an AdamW with the routers' bias rows in one of their own, which moves by `rate` a step.
+    """Returns groups for an AdamW, the routers' bias rows in a group of their own, which moves by `rate` a step.
 
     Adam without memory divides a gradient by its own size, which leaves the sign. The rows are known by their shape
     (1, E).

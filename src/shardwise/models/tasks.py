@@ -51,7 +51,7 @@ def token_batch(step: int, samples: int, length: int) -> dict[str, Tensor]:
 
 
 def image_batch(step: int, samples: int) -> dict[str, Tensor]:
-    """images (samples, 3, 8, 8) and labels (samples,)."""
+    """Returns {"images": (samples, 3, 8, 8), "labels": (samples,)}, drawn by the step."""
     g = torch.Generator().manual_seed(step)
     labels = torch.randint(CLASSES, (samples,), generator=g)
     tint = labels.view(-1, 1, 1, 1) / CLASSES
@@ -66,7 +66,7 @@ def field_batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def feature_batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Features (samples, 12) and the class (samples,), which is where the largest of the first few lies."""
+    """Returns (features (samples, 12), class (samples,)): the index of the largest of the first few features."""
     g = torch.Generator().manual_seed(step)
     features = torch.randn(samples, 12, generator=g)
     return features, features[:, :CLASSES].argmax(1)
@@ -101,7 +101,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each next token, summed, and how many counted."""
+    """Returns (cross entropy of each next token, summed; how many tokens counted)."""
     logits = logits_of(output)[:, :-1].flatten(0, 1)  # (B * (S - 1), V)
     targets = batch["labels"][:, 1:].flatten()  # (B * (S - 1),)
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
@@ -109,23 +109,23 @@ def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def moe_loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict]:
-    """`next_token_loss`, and the routers' term of each sample, summed, with the number of samples as its weight."""
+    """Returns `next_token_loss` and {"balance": (routers' terms of the samples, summed; number of samples)}."""
     logits, terms = output
     return *next_token_loss(logits, batch), {"balance": (terms.sum(), len(terms))}
 
 
 def image_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each image, summed, and the number of images."""
+    """Returns (cross entropy of each image, summed; number of images)."""
     return F.cross_entropy(logits_of(output), batch["labels"], reduction="sum"), len(batch["labels"])
 
 
 def feature_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each sample, summed, and the number of samples."""
+    """Returns (cross entropy of each sample, summed; number of samples)."""
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def field_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Squared error, summed, and the number of elements."""
+    """Returns (squared error, summed; number of elements)."""
     return (output - batch[1]).square().sum(), batch[1].numel()
 
 
@@ -143,7 +143,7 @@ def adamw_decay_matrices(groups: list[dict], lr: float = 3e-3) -> torch.optim.Op
 
 
 def adamw_and_bias_rows(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
-    """AdamW, and the routers' bias rows by the sign of what their experts had too much."""
+    """Returns an AdamW that moves the routers' bias rows by the sign of their gradient alone (`sign_descent`)."""
     return torch.optim.AdamW(sign_descent(groups, rate=1e-2), lr=lr, weight_decay=0.1)
 
 
@@ -160,17 +160,17 @@ def _decoder(name: str, samples: int, config: DecoderConfig) -> Task:
 
 
 def decoder() -> Task:
-    """Llama-style decoder, untied."""
+    """Returns a task: a Llama-style decoder, untied."""
     return _decoder("decoder", 7, TINY_DECODER)
 
 
 def decoder_tied() -> Task:
-    """The same with one matrix for the embedding and the head."""
+    """Returns `decoder` with one matrix for the embedding and the head."""
     return _decoder("decoder_tied", 6, replace(TINY_DECODER, layers=2, tied=True))
 
 
 def decoder_dropout() -> Task:
-    """The same with dropout, in attention too."""
+    """Returns `decoder` with dropout, in attention too."""
     return _decoder("decoder_dropout", 7, replace(TINY_DECODER, layers=2, dropout=0.1))
 
 
@@ -204,7 +204,7 @@ def gpt2() -> Task:
 
 
 def vit() -> Task:
-    """Vision transformer, with dropout."""
+    """Returns a task: a vision transformer, with dropout."""
     config = ViTConfig(
         image=IMAGE, patch=4, channels=3, classes=CLASSES, hidden=24, layers=2, heads=2, intermediate=48,
         dropout=0.1,
@@ -228,7 +228,7 @@ def unet_group() -> Task:
 
 
 def unet_batchnorm() -> Task:
-    """U-Net with batch norm: in training, the loss of one sample depends on the others."""
+    """Returns a task: a U-Net with batch norm, so that in training a sample's loss depends on the others."""
     return _unet("unet_batchnorm", UNetConfig(channels=2, width=8, depth=2, norm="batch"))
 
 
@@ -241,12 +241,12 @@ def _mlp(name: str, frozen: bool, unused: bool) -> Task:
 
 
 def mlp() -> Task:
-    """Multilayer perceptron of odd width."""
+    """Returns a task: a multilayer perceptron of odd width."""
     return _mlp("mlp", frozen=False, unused=False)
 
 
 def mlp_frozen_unused() -> Task:
-    """The same with its first layer frozen and one layer never called."""
+    """Returns `mlp` with its first layer frozen and one layer never called."""
     return _mlp("mlp_frozen_unused", frozen=True, unused=True)
 
 

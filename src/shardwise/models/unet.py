@@ -43,7 +43,7 @@ class UNetConfig:
 
 
 def double_conv(config: UNetConfig, channels: int, out_channels: int) -> nn.Sequential:
-    """(3 by 3 convolution, norm, GELU) twice."""
+    """Returns a module of (3 by 3 convolution, norm, GELU) twice."""
 
     def norm() -> nn.Module:
         if config.norm == "batch":

@@ -93,7 +93,7 @@ class TrainJobStatus:
             self._post()
 
     def status(self) -> dict[str, Any]:
-        """Returns the status as its controller takes it."""
+        """Returns the TrainJob's status as its controller takes it: percentage, metrics, time, and what remains."""
         done, at = self._times[-1]
         status: dict[str, Any] = {
             "progressPercentage": min(100, 100 * done // self._steps),

@@ -75,7 +75,7 @@ class StepProfile:
             yield
 
     def after(self, step: int) -> dict[str, float] | None:
-        """Returns, after the last step, the table of this rank (empty on a GPU), else None."""
+        """Returns, after the last profiled step, {part: ms in a step} of this rank ({} on a GPU); else None."""
         if not self.steps or step != self.steps.stop - 1:
             return None
         self._all.__exit__(None, None, None)
@@ -105,7 +105,7 @@ class StepProfile:
         return as_text(tables, self.steps)
 
     def _watch(self) -> None:
-        """Name what the trace would not: waits, the update, and the axis of each collective."""
+        """Add names to the trace that torch does not: waits, the update, and the axis of each collective."""
         work, wait = dist.Work, dist.Work.wait
 
         def named_wait(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ def style() -> str:
 
 
 def page(runs: Sequence[RunFiles]) -> str:
-    """Returns one HTML page that holds all it needs."""
+    """Returns one HTML page of these runs, without files beside it."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         f"<h1>{_text(title)}</h1>",

@@ -46,7 +46,7 @@ class RunFiles:
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
     def column(self, name: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of a field of the steps' records, where there is one."""
+        """Returns (step, value) of each step's record that has a number under `name`."""
         return [(row["step"] + 1, row[name]) for row in self.steps if isinstance(row.get(name), int | float)]
 
 

@@ -22,7 +22,7 @@ from shardwise.simulator.counted import Model, RankTrace, Sent, StepTrace, Tops
 
 
 class NoLine(Exception):
-    """Two depths of a module do not tell of a third."""
+    """Raised where traces of a module at two depths cannot be extended to a third."""
 
 
 def longer(few: Model, more: Model, layers: int) -> Model:
@@ -106,7 +106,7 @@ def _line(few: Any, more: Any, layers: int) -> Any:
 
 
 def _stretched(few: Sequence[Any], more: Sequence[Any], layers: int) -> list[Any]:
-    """Returns `more` with what it has beyond `few`, in one place or in two (a forward's, a backward's), once more.
+    """Returns `more` with the items that it has beyond `few`, in one place or two, repeated `layers` times more.
 
     few    head           middle          tail
     more   head  forward  middle backward tail

@@ -42,7 +42,7 @@ class StageTimes:
     recompute: float = 0.0
 
     def times(self, count: float) -> StageTimes:
-        """Returns these times `count` times, one after another."""
+        """Returns the times of `count` such stages one after another: each field times `count`."""
         return StageTimes(*(count * getattr(self, field.name) for field in fields(self)))
 
     def plus(self, other: StageTimes) -> StageTimes:
@@ -235,7 +235,7 @@ def host_basis(kernels: Kernels, ops: float, seconds: float) -> dict[str, str]:
 
 
 def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, str]:
-    """Returns a remark on what the forecast of an offloaded optimizer assumes; else {}."""
+    """Returns {"offload": remark on what the forecast of an offloaded optimizer assumes}; {} without offload."""
     if step.layout.offload == "none":
         return {}
     cost = _offloaded(step, updated(step, parameters))

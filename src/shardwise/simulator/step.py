@@ -159,7 +159,7 @@ class _UnitLinks:
         return seconds
 
     def of(self, counts: dict[str, float]) -> _Unit:
-        """Returns the seconds of a unit with so many parameters of each kind."""
+        """Returns the `_Unit` (seconds of its messages) with these numbers of parameters by kind."""
         early = 0.0 if self.step.software.sums_once else self.scatter(counts, False)
         return _Unit(self.gather(counts), (early, self.scatter(counts, True)),
                      crossing(self.step, sum(counts.values())))  # fmt: skip

@@ -62,7 +62,7 @@ RESUMED: dict[str, Any] = {"steps": 8, "eval_every": 0, "checkpoint_every": 3, "
 
 @dataclass(frozen=True)
 class EvidenceRow:
-    """One thing that was tried. `held`: whether it came out; None: not tried, for the reason in `what`."""
+    """One claim that was tried. `held`: whether it came out true; None: not tried, for the reason in `what`."""
 
     part: str
     name: str
@@ -187,7 +187,7 @@ def _by_hand(pool: RankPool, ranks: int) -> EvidenceRow:
 
 
 def pairs_of_steps() -> tuple[list[float], list[float]]:
-    """Returns seconds of steps of our engine, and of a loop over DDP, in turns. Collective."""
+    """Returns (seconds of each step of our engine, of each step of a loop over DDP), taken in turns. Collective."""
     task, device = resolve_task(DECODER), current_device()
     assert task.batch is not None
     engine = parallelize(task, f"dp_replicate={dist.get_world_size()}")

@@ -60,7 +60,7 @@ def gather_moved(moved: bool) -> bool:
 
 
 def _rates(cluster: str | None, plan: Plan) -> dict[str, tuple[float, float]]:
-    """Returns axis -> (GB/s inside a node, between nodes), where the run names a cluster of several nodes."""
+    """Returns {axis: (GB/s inside a node, between nodes)}; {} unless the run names a cluster of several nodes."""
     if cluster is None:
         return {}
     tiers = Cluster.parse(cluster).tiers
@@ -72,7 +72,7 @@ def _rates(cluster: str | None, plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def _data(job: Job) -> dict[str, str]:
-    """Returns the number of samples and digests of the first and the last one, where reading twice gives the same."""
+    """Returns {what: text} of the number of samples and the digests of the first and last, where two reads agree."""
     data = job.build_task().data
     if data is None or not len(data) or getattr(data, "global_shape", None) is not None:
         return {}  # a field may be larger than a host

@@ -245,7 +245,7 @@ class Keeper:
     # --- after each step
 
     def after(self, step: int, first_loss: float | None) -> bool:
-        """Saves when it is time; returns whether the run is to stop after this step. Collective."""
+        """Save when it is time; returns whether the run is to stop after this step. Collective."""
         done = step + 1
         # without train.check_replicas, ranks compare what they hold alike after steps 1, 2, 4, ... and the last
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
@@ -359,7 +359,7 @@ class Keeper:
             self._finish_save()
 
     def cost(self) -> dict[str, Any] | None:
-        """Returns saves, seconds that one stopped a step (the first makes buffers), bytes; None below two saves."""
+        """Returns {"saves", "first_stall_s", "stall_s", "bytes"}: seconds that a save stops a step; None below two."""
         if len(self.stalls_s) < 2 or self.saver is None:
             return None
         return {

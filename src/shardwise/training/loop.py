@@ -64,7 +64,7 @@ PACED = 4  # from this step on the pace of the CPU is looked at every so often, 
 
 
 def run_rank(job: Job) -> dict[str, Any]:
-    """Runs this rank's part of a run; returns the summary, the same on every rank."""
+    """Run this rank's part of a run; returns what `summary.json` holds, the same on every rank."""
     with told_plainly(job.folder):
         return _run_rank(job)
 
@@ -151,7 +151,7 @@ class _Rank:
         self.eval_metrics: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Runs every step and the end; returns the summary."""
+        """Run every step and the end; returns what `summary.json` holds."""
         started = time.monotonic()
         self._announce()
         # an earlier attempt did every step, so no step here sets the losses that the summary needs
@@ -203,7 +203,7 @@ class _Rank:
             write_adapters(self.engine.module, trained, self.job.folder / ADAPTERS)
 
     def _stopped(self, step: int) -> dict[str, Any]:
-        """Returns the summary of a run that was asked to stop after this step."""
+        """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to stop after this step."""
         saver = self.keeper.saver
         assert saver is not None
         stopped = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
@@ -311,7 +311,7 @@ class _Rank:
             self.display.say(table)
 
     def _observed_step(self, step: int, batch: Any) -> StepResult:
-        """Runs one step with every collective counted into ledger.json; slower, so it is left out of the speed."""
+        """Returns the result of one step whose collectives are counted into ledger.json; slower, so never timed."""
         if self.job.effective.plan.compile:  # collectives inside a compiled graph are not seen
             return self.engine.step(batch)
         with self.engine.observe() as ledger:
