@@ -142,6 +142,7 @@ class _Describing(pickle.Unpickler):
     """Unpickler that makes torch's descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns the class or dtype that a pickle names, of a few that only describe; refuses all others as unsafe."""
         cls = None
         if (module, name) in _PLAIN:
             cls = super().find_class(module, name)

@@ -143,6 +143,7 @@ def convert(
 
 
 def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_bytes: int) -> list[str]:
+    """Write tensors as safetensors files of at most `file_bytes`, an index beside several; returns the files' names."""
     groups: list[dict[str, str]] = [{}]
     size_bytes = 0
     for name, key in names.items():

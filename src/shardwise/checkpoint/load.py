@@ -188,6 +188,7 @@ def _listed(what: str, names: list[str]) -> str:
 
 @torch.no_grad()
 def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> None:
+    """Read this rank's pieces of weights, averages, optimizer state and generators into the engine."""
     for child in engine.module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # else the next forward would use what was gathered before
@@ -211,6 +212,7 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
 
 
 def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> None:
+    """Read optimizer state, cut to this rank's pieces. `tree`: {parameter: {key: node}}, other state by `BESIDE`."""
     for key, node in tree.get(BESIDE, {}).items():
         engine.optimizer.state[key] = decoded(node, None, engine.device, near=False)
     for group in engine.optimizer.param_groups:

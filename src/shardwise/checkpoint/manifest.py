@@ -159,6 +159,7 @@ def _check_size(path: Path, file: File) -> None:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
+    """Returns the manifest in a JSON file's content; raises `ValueError` for anything that a save would not write."""
     files = {}
     for name, row in content.pop("files").items():
         if not _FILE.fullmatch(name):

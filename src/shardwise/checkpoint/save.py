@@ -71,15 +71,9 @@ class Saver:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        folder: str | Path,
-        *,
-        keep: int = 2,
-        background: bool = True,
-        ema: Ema | None = None,
+        self, engine: Engine, folder: str | Path, *, keep: int = 2, background: bool = True, ema: Ema | None = None,
         disk: Disk | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.engine, self.folder, self.keep, self.ema = engine, place(folder).absolute(), keep, ema
         self.background = background
         self.disk = disk or disk_of(self.folder)

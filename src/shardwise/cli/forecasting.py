@@ -78,13 +78,9 @@ def failures(command: Any) -> Any:
 
 
 def subject_and_batch(
-    task: str,
-    cluster: Cluster,
-    words: dict[str, Any],
-    precision: str,
-    plan: Plan | None = None,
+    task: str, cluster: Cluster, words: dict[str, Any], precision: str, plan: Plan | None = None,
     say: Callable[[str], None] | None = None,
-) -> tuple[Subject, str]:
+) -> tuple[Subject, str]:  # fmt: skip
     """Returns (the planner's `Subject` of TASK, its batch in words)."""
     from shardwise.planner.door import is_shape, subject_of
 

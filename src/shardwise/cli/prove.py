@@ -148,20 +148,8 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
     if is_script(target):
         if pool is not None:
             raise InputError("verify: a script's ranks are started by verify itself: call it alone, without a launcher")
-        _refuse(
-            words,
-            (),
-            "a script",
-            "data",
-            "overrides",
-            "seed",
-            "shrink",
-            "thorough",
-            "clip_norm",
-            "device",
-            "backend",
-            "check_order",
-        )
+        _refuse(words, (), "a script", "data", "overrides", "seed", "shrink", "thorough", "clip_norm", "device",
+                "backend", "check_order")  # fmt: skip
         return _prove_script(answer, target, arguments, words)
     _refuse(words, arguments, "a task", "data", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words, pool)

@@ -110,8 +110,8 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     """Returns a tier of `count` units of `below` devices each, joined by a named link.
 
     `ib-400`, `roce-200`, `efa-400`, `eth-100` are Gb/s for each device; `ib-400x4` are 4 ports of a unit that all its
-    devices share; `nvlink-72` is a domain of up to 72 devices at
-    the rate of the device's own link. Raises `InputError` for unknown names, and for domains of more devices.
+    devices share; `nvlink-72` is a domain of up to 72 devices at the rate of the device's own link (`own`). Raises
+    `InputError` for unknown names, and for domains of more devices.
     """
     rows = _links()
     match = re.fullmatch(LINK, name.lower())

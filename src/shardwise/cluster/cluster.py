@@ -279,6 +279,7 @@ def _need(where: str, data: dict[str, Any], key: str) -> Any:
 
 
 def _device(where: str, data: dict[str, Any]) -> Device:
+    """Returns the device in a table of a cluster's file; `InputError`, naming `where`, for missing or unknown keys."""
     _only(where, data, tuple(f.name for f in fields(Device)))
     values: dict[str, Any] = {}
     for f in fields(Device):

@@ -236,6 +236,7 @@ def _nearest(key: str, value: Any) -> str:
         if its_leaf not in by_leaf or its_table == table:
             by_leaf[its_leaf] = name
     inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
+    # most specific first: a dot for an underscore, another library's word, a misplaced key, then spelling
     if (joined := f"{key}_{inner}".replace(".", "_")) in by_leaf:
         return f"; did you mean '{by_leaf[joined]}'?"
     if (other := key_of(leaf)) is not None:

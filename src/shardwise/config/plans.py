@@ -59,6 +59,7 @@ def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
 
 
 def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
+    """Yields a `Given` for each "key=value" of a plan's text; mistakes go into `problems`."""
     missing = missing_comma(text)
     if missing is not None:
         problems.append(problem(source, "plan", text, missing))

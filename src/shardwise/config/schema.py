@@ -332,7 +332,7 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
         unused[key] = Unused("the constant schedule does not decay", "schedule.name")
     for key in _DECAY[1:] if schedule.name in ("cosine", "linear") else ():
         unused[key] = Unused(f"{schedule.name} decays over all steps after the warm-up", "schedule.name")
-    if train.checkpoint_every is not None:
+    if train.checkpoint_every is not None:  # steps take the place of minutes
         unused["train.checkpoint_minutes"] = Unused("train.checkpoint_every is set", "train.checkpoint_every")
     if train.checkpoint_every == 0:
         for key in ("train.checkpoint_keep", "train.checkpoint_background"):
@@ -342,6 +342,7 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
     if train.eval_every == 0:
         for key in ("train.eval_samples", "train.keep_best"):
             unused[key] = Unused("train.eval_every is 0", "train.eval_every")
+    # of two keys for one thing, a set one makes the other's default void; both set is a mistake of either
     for key, other in EXCLUSIVE:
         if {key, other} <= set_keys:
             unused[key] = Unused(f"{other} is set too: give one of them", other)
@@ -366,6 +367,7 @@ def is_folder(name: str) -> bool:
 
 
 def _task_without_effect(name: str) -> dict[str, str]:
+    """Returns {key: why this task does not read it}."""
     if name == "text":
         return {"task.model.patch": "the text model has no patches"}
     only_text = {

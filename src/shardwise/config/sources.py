@@ -71,7 +71,7 @@ def located(item: Given) -> Given:
         item = item._replace(value=at_home(item.value))
     elif isinstance(item.value, list):
         item = item._replace(value=[at_home(word) if isinstance(word, str) else word for word in item.value])
-    if item.key == "task.name":
+    if item.key == "task.name":  # a name, or a path of which only the file's part is relative
         return _beside(item)
     if item.key not in PATHS:
         return item
@@ -91,6 +91,7 @@ def _beside(item: Given) -> Given:
 
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Returns a TOML file's tables, {} with a problem noted. `seen`: files that extend this one, to find a circle."""
     extended_by = f" (which {seen[-1]} extends)" if seen else ""
     if path.resolve() in [p.resolve() for p in seen]:
         chain = " -> ".join(str(p) for p in (*seen, path))

@@ -355,6 +355,7 @@ class BlockCosts:
     # --- communication
 
     def _messages(self) -> tuple[list[Message], list[Message]]:
+        """Returns the collectives of one layer on one micro-batch (in its forward, in its backward)."""
         s, lay = self.shape, self.layout
         whole = lay.tokens * s.hidden * ACT_BYTES
         gathered = whole * self.software.bits / 16  # what a narrow product reads is cast before it is gathered

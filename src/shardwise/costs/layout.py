@@ -66,20 +66,8 @@ class Layout:
     wrap: tuple[str, ...] = ()  # units of zero=3 by name
 
     def __post_init__(self) -> None:
-        for field in (
-            "tp",
-            "cp",
-            "ulysses",
-            "pp",
-            "chunks",
-            "ep",
-            "shard",
-            "replicas",
-            "micro_batch",
-            "n_micro",
-            "rounds",
-            "seq",
-        ):
+        for field in ("tp", "cp", "ulysses", "pp", "chunks", "ep", "shard", "replicas", "micro_batch", "n_micro", "rounds",
+                      "seq"):  # fmt: skip
             if getattr(self, field) < 1:
                 raise InputError(f"layout: {field} must be at least 1, got {getattr(self, field)}")
         if self.recompute not in RECOMPUTES:
@@ -166,6 +154,7 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
             f"plan {plan}: deterministic is not forecast: a rank computes its pieces one after the other, whose small "
             "products and exchanges are not in the model; leave it out for the step of whole micro-batches, or measure"
         )
+    # under a pipeline a round fills and drains it: micro-batches in flight, times rounds; else one after the other
     n_micro = plan.accumulate * plan.microbatches
     over = plan.data_ranks * n_micro
     if uneven:

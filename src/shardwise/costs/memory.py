@@ -200,17 +200,9 @@ def logits(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def rank_memory(
-    shape: Shape,
-    layout: Layout,
-    software: Software,
-    *,
-    layers: float,
-    first: bool,
-    last: bool,
-    in_flight: float,
-    precision: str = "",
-    dense: float = 0.0,
-) -> MemoryLedger:
+    shape: Shape, layout: Layout, software: Software, *, layers: float, first: bool, last: bool, in_flight: float,
+    precision: str = "", dense: float = 0.0,
+) -> MemoryLedger:  # fmt: skip
     """Returns the memory of one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage).
 
     dense  how many of its layers are the dense ones in front of those with experts

@@ -185,7 +185,7 @@ class Wire:
         return bus_factor(op, ranks) * size_bytes / (own.gbps.value * 1e9 * share) + steps * own.latency_us.value * 1e-6
 
     def basis(self, op: str, group: RankGroup) -> str:
-        """Returns where the figure of a collective comes from."""
+        """Returns where the time of a collective comes from: a measured table and how near, or a formula, as text."""
         if group.size <= 1:
             return "none"
         tier = self.tier(group)
@@ -268,6 +268,10 @@ MOST_GROUPS = 64  # of one axis that are looked at: how they lie on nodes repeat
 
 @lru_cache(maxsize=4096)
 def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: RankGroup) -> dict[int, float]:
+    """Returns {tier: bytes} that arrive at the rank of a group for which they take longest.
+
+    came  (distance in ranks, bytes) from each sender
+    """
     ranks = max(wire.ranks or wire.cluster.world_size, group.span)
     firsts = [at + within for at in range(0, ranks, group.span) for within in range(group.stride)][:MOST_GROUPS]
     best: dict[int, float] = {}

@@ -183,6 +183,7 @@ class FieldSource:
             if self.cycles:
                 raise InputError(f"FieldSource: cycles= need the coordinate {self.time!r}, which no file has")
             return None, 0.0, 0.0
+        # files of static fields alone may have a time of their own, which counts no steps
         carriers = [number for number, _ in self.grid.variables[self.groups["inputs"][0]]]
         times = [(place, var) for place, (file, var) in enumerate(self.grid.variables[self.time]) if file in carriers]
         values, origin = [], None

@@ -66,7 +66,7 @@ def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.nd
 def load_or_compute(
     path: Path, origin: dict[str, Any], compute: Callable[[], dict[str, dict[str, float]]]
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Returns {channel: {"mean", "std", "count"}} from `path`, which must be of `origin`; else computed and written."""
+    """Returns {channel: {"mean", "std", "count"}} from `path`; without that file, computed and written to it."""
     if path.exists():
         return _read(path, origin)
     figures = compute()

@@ -47,21 +47,10 @@ class Loader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        order: Order | int,
-        batch_size: int,
-        *,
-        accumulate: int = 1,
-        data_rank: int = 0,
-        data_ranks: int = 1,
-        start: int = 0,
-        drop_last: bool = False,
-        epochs: int | None = None,
-        prefetch: int = 2,
-        workers: int = 0,
-        read_timeout_s: float = 600.0,
-    ) -> None:
+        self, source: Source, order: Order | int, batch_size: int, *, accumulate: int = 1, data_rank: int = 0,
+        data_ranks: int = 1, start: int = 0, drop_last: bool = False, epochs: int | None = None, prefetch: int = 2,
+        workers: int = 0, read_timeout_s: float = 600.0,
+    ) -> None:  # fmt: skip
         length = length_of(source)
         self.order = order if isinstance(order, Order) else order_of(source, order)
         draws = getattr(source, "draws", None)  # a source may say so itself
@@ -195,6 +184,7 @@ def order_of(source: Source, seed: int) -> Order:
 
 
 def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: int, workers: int) -> None:
+    """Raises `InputError` for numbers that do not go together: batch, ranks, accumulation, length."""
     if steps.order.length != length:
         raise InputError(f"the order is over {steps.order.length} samples but the source has {length}")
     if steps.batch_size < steps.accumulate:

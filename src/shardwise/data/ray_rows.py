@@ -43,13 +43,9 @@ class RaySource(DatasetSource):
     """
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        name: str = "dataset",
-        shuffle: bool = False,
+        self, make: Callable[[], Any], *, name: str = "dataset", shuffle: bool = False,
         collate: Callable[[list], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(RayRows(make, name), collate)
         self.shuffle = shuffle
 

@@ -104,6 +104,7 @@ class TokenSource:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
+    """Returns a file's tokens, mapped, (N,) of an integer dtype: a .npy file's own, `dtype` of a raw one."""
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -234,6 +234,7 @@ def same_by_subgroups(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: 
 
 
 def _by_subgroups(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    """Returns the values after trial steps in which the optimizer sees one parameter at a time."""
     params = [nn.Parameter(value.clone()) for value in values]
     optimizer = construct(make, params)
     step = optimizer.step
@@ -279,17 +280,10 @@ def refuse(
 
 
 def make_optimizer(
-    make: OptimizerFn,
-    nature: Nature,
-    technique: DataParallel,
-    names: list[str],
-    shapes: list[torch.Size],
-    shard: Axis,
-    *,
-    plan: Plan,
-    tensor: TensorParallel | None = None,
+    make: OptimizerFn, nature: Nature, technique: DataParallel, names: list[str], shapes: list[torch.Size],
+    shard: Axis, *, plan: Plan, tensor: TensorParallel | None = None,
     marks: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-) -> tuple[Optimizer, OwnedMasters | None]:
+) -> tuple[Optimizer, OwnedMasters | None]:  # fmt: skip
     """Returns (this rank's optimizer, the whole tensors that this rank owns where it needs these, else None).
 
     nature  what `try_out` found

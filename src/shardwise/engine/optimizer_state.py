@@ -104,6 +104,7 @@ class _Form:
     """
 
     def __init__(self, name: str, table: list[dict[str, _Row]], source: int):
+        """Decide, alike on every rank, how each tensor of a parameter's state comes: sent, as pieces, or a number."""
         rows = {rank: row[name] for rank, row in enumerate(table) if name in row}
         with_state = {rank: row for rank, row in rows.items() if row.template is not None}
         self.from_table: dict[int, torch.Tensor] = {}

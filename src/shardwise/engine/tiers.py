@@ -138,6 +138,7 @@ def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
 
 
 def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[OptimizerFn]) -> None:
+    """Raises `RefusedPlan` for an optimizer or a device with which state cannot lie there or rest narrowly."""
     text = ",".join(filter(None, [f"offload={state.plan.offload}" if placed or state.shards else "", _narrow(state)]))
     if not places.has_own_memory(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")

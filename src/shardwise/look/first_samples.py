@@ -338,6 +338,7 @@ def finite(*losses: Loss) -> bool:
 
 def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype,
                  pairs: str) -> list[str]:  # fmt: skip
+    """Returns [a problem] where the parts' losses do not add up to the whole's, with the likeliest remedy; else []."""
     apart = _apart(whole, first, second, dtype)
     if apart is None:
         return []
@@ -408,6 +409,7 @@ def _few(rows: list[int]) -> str:
 
 def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
+    """Returns [a problem] where no order of samples in random tensors makes the parts' masks the whole's; else []."""
     n, a, b = sizes
     apart: list[tuple[str, float, float]] = []
     for order in dims.orders(n):

@@ -60,6 +60,7 @@ def _held(module: nn.Module, functions: Iterable[Callable]) -> Iterator[tuple[st
 
 
 def _tensors(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) of tensors in a value: modules, small containers, own objects, `deep` levels down."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, nn.Module):

@@ -275,6 +275,7 @@ class Seen(TorchDispatchMode):
                     yield prefix, key, param
 
     def _keep(self, tensor: torch.Tensor) -> None:
+        """Keep the values of the parameter on whose memory `tensor` lies, which is about to be written."""
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         while isinstance(tensor, Distributed):  # a share of a weight is this rank's parameter
             tensor = tensor.stored

@@ -139,6 +139,7 @@ def _sums_differ(
 
 def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes: list[int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
+    """Returns [a problem] where batch norms run otherwise, or over other samples, on parts than on all; else []."""
     paths_by_run = [[norm.path for norm in noted] for noted in (whole, *parts)]
     # Numbers of calls before their statistics, which can be paired only where they are equal.
     for path in dict.fromkeys(path for paths in paths_by_run for path in paths):

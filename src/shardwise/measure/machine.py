@@ -261,6 +261,7 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
 
 
 def _cluster(results: list[dict[str, Any]]) -> Cluster:
+    """Returns the cluster that all ranks' figures describe: of rates the slowest rank's, which the others wait for."""
     first = results[0]
     nodes = len(results) // first["ranks"]
     where = f"{first['ranks']} rank(s)" if nodes == 1 else f"{nodes} nodes of {first['ranks']} rank(s)"
@@ -275,10 +276,10 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     for dtype, m, n, k, us in products:
         if dtype in rates:
             rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
-    best = figure(rates["bf16"] or rates["fp32"])
+    best = figure(rates["bf16"] or rates["fp32"])  # a CPU without bf16 products computes them in float32
     collectives = slower([r["collectives"] for r in results])
     reduced = [(2 * (p - 1) / p * size / us / 1e3, size, us) for op, p, size, us in collectives if op == "all_reduce"]
-    large = [rate for rate, size, _ in reduced if size >= 2**20]
+    large = [rate for rate, size, _ in reduced if size >= 2**20]  # GB/s of the bus; below, latency dominates
     small = [us for _, _, us in reduced][:1]
     device = Device(
         name=first["name"].lower().replace(" ", "-"),

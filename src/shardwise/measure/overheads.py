@@ -134,6 +134,7 @@ def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf, follo
 
 
 def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> float:
+    """Returns the median seconds of a step of one reference under one plan, at the reference pace. Collective."""
     from shardwise.engine.engine import parallelize
 
     assert task.batch is not None and pace.reference is not None
@@ -293,13 +294,9 @@ def _rows(
 
 
 def _solve(
-    features: dict[str, list[Features]],
-    steps: dict[str, list[float]],
-    names: list[str],
-    factors: Sequence[float],
-    waits: dict[str, float],
-    cut_us: float,
-) -> list[OverheadRow]:
+    features: dict[str, list[Features]], steps: dict[str, list[float]], names: list[str], factors: Sequence[float],
+    waits: dict[str, float], cut_us: float,
+) -> list[OverheadRow]:  # fmt: skip
     """Returns rows of overheads: one cost of a call and of a call on cut tensors for all, a step's and an event's each.
 
     Relative errors count. `cut_us`: of a call on cut tensors, where none of the steps has any.

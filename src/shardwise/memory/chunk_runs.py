@@ -241,6 +241,7 @@ class _Gradient:
             self._last = _within(gradient, lambda here: self._take(here, axis))
 
     def _take(self, here: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """Put one turn's gradient into its place along `dim`, or add it to the sum in float32; returns it as it is."""
         if self.dim is not None:
             owners = Owners.blocks(here.shape[self.dim], axis.size)
             if self.total is None:

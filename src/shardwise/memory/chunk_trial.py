@@ -117,6 +117,8 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
+    """Returns what a trial of a call on chunks without values shows: it "waits", "ends" a program, runs "whole", ..."""
+
     def like(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.like if isinstance(leaf, Unmade) else without_values(leaf)
 

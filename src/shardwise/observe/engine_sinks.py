@@ -107,6 +107,7 @@ class TrainJobStatus:
         return {"trainerStatus": status}
 
     def _post(self) -> None:
+        """Send the status to the TrainJob's controller; a failure is told once, and the run goes on."""
         try:
             token = Path(self._token).read_text(encoding="utf-8").strip()  # it is renewed while the run goes on
             request = urllib.request.Request(

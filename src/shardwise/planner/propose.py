@@ -60,14 +60,9 @@ class _Looked:
 
 
 def search(
-    subject: Subject,
-    cluster: Cluster,
-    constraints: Constraints | None = None,
-    *,
-    precision: str = "bf16",
-    say: Say = silent,
-    show: Callable[[Sequence[Proposal], int], None] | None = None,
-) -> Search:
+    subject: Subject, cluster: Cluster, constraints: Constraints | None = None, *, precision: str = "bf16",
+    say: Say = silent, show: Callable[[Sequence[Proposal], int], None] | None = None,
+) -> Search:  # fmt: skip
     """Search the plans of a subject on a cluster; raises `InputError` where none fits, with the nearest.
 
     An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.

@@ -298,19 +298,10 @@ def default_samples(task: Task) -> int:
 
 
 def traced_subject(
-    task: Task,
-    cluster: Cluster,
-    software: Software,
-    global_batch: int | None,
-    precision: str,
-    wanted: tuple[str, ...] = RECOMPUTES,
-    samples: tuple[int, int] = TRACED,
-    cuts: bool = True,
-    say: Say = silent,
-    remarks: tuple[str, ...] = (),
-    randomness: Randomness = "global",
-    layers: AlikeLayers | None = None,
-) -> Subject:
+    task: Task, cluster: Cluster, software: Software, global_batch: int | None, precision: str,
+    wanted: tuple[str, ...] = RECOMPUTES, samples: tuple[int, int] = TRACED, cuts: bool = True, say: Say = silent,
+    remarks: tuple[str, ...] = (), randomness: Randomness = "global", layers: AlikeLayers | None = None,
+) -> Subject:  # fmt: skip
     """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
 
     cuts     whether a search looks at tp and pp

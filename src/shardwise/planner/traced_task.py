@@ -292,6 +292,7 @@ class Traced:
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
+        """Returns a `Model` of each rank that differs under these cuts, by two depths of the module where they do."""
         if key.pp == 1 and (models := self._of_few(lambda few: few.ranks(key, sizes, beside, place), _longer_rows)):
             self.spent += sum(len(sizes) * few.model("none").small.kernels for few in self.few)
             return cast(list[Model], models)

@@ -111,15 +111,10 @@ def _compare_deviation(parity: Parity, single: Record, deviation: Deviation) -> 
 
 
 def _compare_one(
-    parity: Parity,
-    kind: str,
-    name: str,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    floor: float,
-    step: int,
+    parity: Parity, kind: str, name: str, a: torch.Tensor | None, b: torch.Tensor | None, floor: float, step: int,
     rank: str,
-) -> None:
+) -> None:  # fmt: skip
+    """Compare one tensor of ranks (`a`) with one process's (`b`), None where it does not exist, into `parity`."""
     if (a is None) != (b is None):
         where = "" if rank == "rank 0" else f" on {rank}"
         message = f"{kind} of '{name}' exists only in {'one process' if a is None else 'the plan'}{where}"

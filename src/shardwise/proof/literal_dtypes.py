@@ -26,6 +26,7 @@ class OneDtype(TorchFunctionMode):
         self.compute = compute
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Returns an operation's result; where torch refuses mixed dtypes, all are computed in one dtype."""
         args, kwargs = list(args), dict(kwargs or {})
         for place, name in _NORM_WEIGHTS.get(func, ()):
             if place < len(args) and args[place] is not None:

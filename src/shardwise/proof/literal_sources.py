@@ -144,6 +144,7 @@ def _of_tokens(source: TokenSource, index: int) -> Any:
 
 
 def _of_lines(source: JsonlSource, index: int) -> Any:
+    """Returns a batch of one packed row: "input_ids", "labels" and "position_ids", each (1, seq_len)."""
     tokens: list[int] = []
     labels: list[int] = []
     positions: list[int] = []

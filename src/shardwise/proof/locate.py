@@ -163,14 +163,9 @@ def _difference(expected: SampledTensor, actual: SampledTensor | None, pipelined
 
 
 def _named(
-    parity: Parity,
-    single: Record,
-    ranks: Record,
-    kind: str,
-    step: int,
-    phase: str,
+    parity: Parity, single: Record, ranks: Record, kind: str, step: int, phase: str,
     shares: list[dict[str, torch.Tensor]],
-) -> Located | None:
+) -> Located | None:  # fmt: skip
     """Returns the first tensor of a kind that exceeds its bar in this step, and on which rank."""
     exceeding = {name for (of, name), first in parity.exceeded.items() if of == kind and first == step}
     for name in (name for name in single.of(kind, step) if name in exceeding):

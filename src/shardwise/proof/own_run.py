@@ -119,7 +119,7 @@ def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watchi
     told = []
     if seen.updated != expected:
         told.append(f"steps {seen.updated} were updates, where {expected} are finite")
-        return told
+        return told  # all that follows is numbered by these steps
     skipped = [row["step"] for row in rows if row.get("skipped")]
     if skipped != [step for step in [watched.spoilt] if step is not None]:
         told.append(f"steps {skipped} are told to be skipped, and step {watched.spoilt} overflowed")

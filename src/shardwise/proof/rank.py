@@ -48,6 +48,7 @@ def run_rank(task: Any, plan: Plan, settings: Settings, own: Plan | None = None)
 
 
 def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, Mesh]:
+    """Returns (the record of all steps, the mesh); ranks but 0 keep only what differs from rank 0. Collective."""
     engine, buckets = _engine(resolved, plan, settings)
     record = Record(
         notices=list(engine.notices), buckets=min(buckets, default=0) if engine.mesh.gradients.size > 1 else 0

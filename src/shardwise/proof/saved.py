@@ -75,6 +75,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
                 continue
             error = tensor_error(theirs[name].to(value.dtype), value, max(rate, 1e-300))
             parity.parameter_error[f"{prefix}{name}"] = error
+    # a state near zero is rounding beside the largest of its kind, so errors are taken relative to that
     largest: dict[str, float] = {}
     for name, value in single.states.items():
         kind = name.rpartition("/")[2]

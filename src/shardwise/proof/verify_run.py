@@ -310,6 +310,7 @@ def _read(folder: Path) -> RunRecord:
 
 
 def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
+    """Compare the run (`ranks`) with the plain loop (`single`): numbers, weights, files; into `parity`."""
     parity.differences += single.differences + ranks.differences
     if len(single.steps) != len(ranks.steps):
         parity.differences.append(f"the run took {len(ranks.steps)} steps, the plain loop {len(single.steps)}")
@@ -323,6 +324,7 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
         _compare_numbers(parity, f"step {step}", mine, theirs)
     for step in sorted(single.evaluations.keys() & ranks.evaluations.keys()):
         _compare_numbers(parity, f"the evaluation after step {step}", single.evaluations[step], ranks.evaluations[step])
+    # a weight at zero moves by the learning rate: the scale below which its error is not relative
     rate = max((abs(numbers["lr"]) for numbers in single.steps), default=0.0)
     both = (("", single.weights, ranks.weights), ("average of ", single.averages, ranks.averages))
     for prefix, ours, runs in both:

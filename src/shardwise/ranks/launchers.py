@@ -170,6 +170,7 @@ def _is_one_process(environ: Mapping[str, str], by_hand: list[str]) -> bool:
 
 
 def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
+    """Returns the place that torchrun's variables tell; `InputError` where some are missing or contradict."""
     missing = [name for name in TORCHRUN if not environ.get(name)]
     if missing:
         present = ", ".join(name for name in TORCHRUN if name not in missing)
@@ -353,6 +354,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _check(place: LaunchedPlace) -> None:
+    """Raises `InputError` where rank, local rank and sizes of the environment contradict each other."""
     rank, size = place.names
     if place.rank >= place.world_size:
         raise InputError(

@@ -76,6 +76,7 @@ def named(error: Exception) -> RunError | None:
 
 
 def _roll_call(store: Any, world: int) -> RunError | None:
+    """Returns the error that names ranks which failed or are silent; None where all answer, so that a link broke."""
     until, silent = time.monotonic() + ANSWER_S, list(range(world))
     while silent and time.monotonic() < until:
         time.sleep(_POLL_S)

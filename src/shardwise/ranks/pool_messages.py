@@ -62,6 +62,7 @@ class _ByValue(pickle.Pickler):
     """Pickler that copies tensors: only the elements in view, and onto the CPU, so no memory or device is shared."""
 
     def reducer_override(self, value: Any) -> Any:
+        """Returns how pickle is to write a tensor: its own elements on the host; NotImplemented leaves it to torch."""
         torch = sys.modules.get("torch")
         if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented

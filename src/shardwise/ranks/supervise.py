@@ -77,13 +77,9 @@ def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any
 
 
 def watch(
-    ranks: Mapping[int, RankProcess],
-    deadline: float | None,
-    grace_s: float,
-    notice: Notice | None = None,
-    stop: threading.Event | None = None,
-    records: RankWatch | None = None,
-) -> Outcome:
+    ranks: Mapping[int, RankProcess], deadline: float | None, grace_s: float, notice: Notice | None = None,
+    stop: threading.Event | None = None, records: RankWatch | None = None,
+) -> Outcome:  # fmt: skip
     """Collect reports; returns the outcome. After a first failure the others get `grace_s`; the rest is named.
 
     stop      once it is set, ranks are asked to end by themselves, again and again: one may not listen yet

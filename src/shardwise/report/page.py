@@ -103,6 +103,7 @@ def _named(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _overview(runs: Sequence[RunFiles]) -> str:
+    """Returns the table of what the runs came to, a column for each."""
     rows: list[tuple[str, Callable[[RunFiles], str]]] = [
         ("task", lambda run: _broken(run.task)),
         ("plan", lambda run: f"<code>{_text(run.summary.get('plan') or run.plan or '')}</code>"),

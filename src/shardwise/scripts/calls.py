@@ -152,6 +152,7 @@ class Calls(Loop):
 
     @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Hook before a forward: returns (args, kwargs) cast, cut to samples and positions; follows draws."""
         assert self.engine is not None
         if self.mesh.world.size > 1:
             refuse_transform()
@@ -238,6 +239,7 @@ class Calls(Loop):
 
     @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Hook after a forward: returns the output as the script's own code may use it: whole, cast, of all samples."""
         assert self.engine is not None
         self.inside -= 1
         self._classes.give_back()

@@ -117,6 +117,7 @@ class PartLoader:
         return self._handed_out(self._began, batches)
 
     def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
+        """Yields this rank's part of each batch of an epoch, and tells `Events` and a proof of it."""
         most = total = 0
         if not self.is_pushed:  # whose batches have no last one
             self._told.begin_epoch()

@@ -105,11 +105,11 @@ class Collated:
 
 
 def look_of(samples: Any) -> list[float]:
-    """Returns a few numbers of samples, by which ranks compare whether they have the same ones."""
+    """Returns sizes and a few elements of samples as floats, by which ranks compare whether they read the same ones."""
     look: list[float] = []
     for leaf in tree_flatten(dict(samples) if isinstance(samples, Mapping) else samples)[0]:
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+            if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:  # without flat elements
                 continue
             some = _some(leaf.detach().reshape(-1))
             numbers = torch.view_as_real(some.resolve_conj()).reshape(-1) if some.is_complex() else some

@@ -240,6 +240,7 @@ class SampleDraws(TorchFunctionMode):
             self._check()
 
     def _check(self) -> None:
+        """Raise `RefusedPlan` where a generator has moved though no operation was seen to draw."""
         if self._stands != generators(current_device()):
             self.inside = False
             if self.part is None:
@@ -256,6 +257,7 @@ class SampleDraws(TorchFunctionMode):
 
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
+        """Returns what a random operation draws: this rank's rows of what one process draws, or all of it alike."""
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         named, self._op = _named_arguments(func, args, kwargs), str(func)

@@ -82,7 +82,7 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
         chosen = stored.folder
     if fields is None:
         raise InputError(f"{folder} holds no checkpoint of a script; weights alone: model.load_state_dict(...)")
-    if prepared.waits:
+    if prepared.waits:  # no engine yet: the first training forward makes it and loads this
         prepared.pending = chosen
     else:
         prepared.meet("shardwise.load(...)", always=True)

@@ -127,8 +127,8 @@ def adopt(
         owners = OwnedMasters(cast(PieceSlots, technique), names, wholes, axis, engine.state.tensor)
     held = held_pieces(technique, owners, names)
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
-    state: dict[Any, Any] = {}
     in_plan = [[name in shapes for name in group] for group in all_names]
+    state: dict[Any, Any] = {}
     if whole:
         triples = zip(optimizer.param_groups, pieces, in_plan, strict=True)
         pieces = [_with_frozen(group["params"], of_group, mine) for group, of_group, mine in triples]

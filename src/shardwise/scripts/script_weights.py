@@ -207,6 +207,8 @@ def _cut(whole: weakref.ref[Any], piece: weakref.ref[Any]) -> Callable[[torch.Te
 
 
 def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights]) -> type:
+    """Returns a subclass of a parameter's class whose `grad`, and functions of it, ask `ScriptWeights` by `use`."""
+
     class ScriptWeight(base):
         script_use = use
 

@@ -113,10 +113,12 @@ class Stepping(OverRanks):
         stands_in = part is not None and part.count == 0 and not self._of_whole_batches
         if self.side is not None:
             self.side.apart(self, loss)
+        # a stand-in runs the same backward, for its collectives, with a loss of 0
         factor = self._factor(form, 0.0 if stands_in else mean_over, part) * (not stands_in)
         weights = [script._weight(form, weight, stands_in) for script in together]
         with ExitStack() as inside:
             for script in together:
+                # buckets are reduced once in a step; FSDP2 reduces in every backward
                 last = script._micro + 1 == script.plan.accumulate or isinstance(script.engine.technique, FullShard)
                 inside.enter_context(script._asking)
                 script.engine.technique.start_micro_batch(last=last)
@@ -127,6 +129,7 @@ class Stepping(OverRanks):
         total = (loss.detach() if not loss.dim() else loss.detach().reshape(())) * factor
         for script, counted in zip(together, weights, strict=True):
             script._count(Loss(total, counted), stands_in, part)
+        # with one micro-batch the step's control row has its loss already; else it takes a collective of its own
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
         for script in together:
             if script.side is not None:
@@ -210,6 +213,7 @@ class Stepping(OverRanks):
     # --- a step
 
     def _open_step(self) -> None:
+        """Begin a step, or go on with one; a finished one whose gradients are still there is set aside and added to."""
         self._refuse_stray("prepared.backward")
         if self._finished and self._cleared():
             self._discard()
@@ -291,6 +295,7 @@ class Stepping(OverRanks):
 
     @names_line
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Returns the result of `inner`, the optimizer's own step, run over this rank's pieces. Collective."""
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
         if self.whole_is_open:
@@ -330,7 +335,7 @@ class Stepping(OverRanks):
                 self.side.before(self)
             aside = self._pieces or engine.state.tier is not None  # which step over a part of the weights
             hooks = hooks_around(self.optimizer) if aside and self._usable else ([], [])
-            if hooks[0]:
+            if hooks[0]:  # the script's hooks see whole gradients; what they change goes back into the pieces
                 run_hooks(self.optimizer, hooks[0], lambda: self.whole(grads=True))
                 with self._gate.open():
                     self._whole_gradients.put_back()
@@ -376,6 +381,7 @@ class Stepping(OverRanks):
 
         Weights that another optimizer trains keep their gradients until it takes them away.
         """
+        # one of several optimizers of the model: only its weights' gradients go
         others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
         if others and self._tally is not None and not self.calls.stray:
             self._flush()
@@ -389,7 +395,7 @@ class Stepping(OverRanks):
             return
         if self._tally is not None and not self._finished:
             self._flush()  # what was launched is waited for
-        self._earlier = None
+        self._earlier = None  # gradients of a backward before this one, which would have been added
         self._forget()
         if self._whole_weights is not None:
             self._whole_weights.forget_gradients()

@@ -284,6 +284,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
     @names_line
     def state_dict(module: nn.Module, *args: Any, **options: Any) -> dict[str, Any]:
+        # a copy's, the engine's own read, or weights that are whole in their places: torch's own answer is right
         if module is not known or prepared._state_gate.is_open or prepared._engine is None or prepared.whole_is_open:
             return type(module).state_dict(module, *args, **options)
         asked = {"destination": None, "prefix": "", "keep_vars": False, **options}

@@ -145,6 +145,7 @@ class WholeBatch:
         return in_class_of(output, tree_unflatten(gathered, spec))
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:
+        """Returns one output leaf for all samples; without samples (`rows` None) itself, its gradient summed."""
         if not isinstance(leaf, torch.Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf

@@ -257,6 +257,7 @@ class WholeWeights:
         self._open(*asked)
 
     def _open(self, grads: bool, state: bool) -> None:
+        """Gather what was asked for and put stand-ins into the places of pieces. Collective."""
         script = self._script
         if self.is_open:
             raise InputError("prepared.whole() within prepared.whole(): everything is whole already")

@@ -79,13 +79,9 @@ class _Rounds:
 
 
 def simulate_cut(
-    ranks: Sequence[Model],
-    layout: Layout,
-    cluster: Cluster,
-    software: Software,
-    precision: str,
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, software: Software, precision: str,
     ledgers: Sequence[MemoryLedger],
-) -> Forecast:
+) -> Forecast:  # fmt: skip
     """Returns the forecast of one step. `ranks`: models whose traces are `RankTrace`s; `ledgers`: their memory."""
     dtype = PRECISIONS[precision].products
     follows = any(rank.small.follows for rank in ranks)

@@ -84,7 +84,7 @@ def _grown(few: Tops, more: Tops, layers: int) -> Tops:
 
 
 def _line(few: Any, more: Any, layers: int) -> Any:
-    """Returns a value with `layers` more than `more` has."""
+    """Returns a trace's value `layers` layers beyond `more`, on the line through `few` and `more`, one layer apart."""
     if type(few) is not type(more):
         raise NoLine
     if isinstance(more, StepTrace):
@@ -100,7 +100,7 @@ def _line(few: Any, more: Any, layers: int) -> Any:
         return _stretched(few, more, layers)
     if isinstance(more, int | float) and not isinstance(more, bool):
         return more + layers * (more - few)
-    if few != more:
+    if few != more:  # names, flags: what no line goes through must not depend on depth
         raise NoLine
     return more
 

@@ -186,12 +186,10 @@ class StepContext:
 
 
 def finished(
-    step: StepContext,
-    parts: dict[str, float],
-    memory: list[MemoryLedger],
-    exposed: dict[str, float],
+    step: StepContext, parts: dict[str, float], memory: list[MemoryLedger], exposed: dict[str, float],
     bubble: float = 0.0,
-) -> Forecast:
+) -> Forecast:  # fmt: skip
+    """Returns the forecast of a step made of these parts (name -> seconds), a device's gaps added."""
     lay = step.layout
     tokens = lay.global_batch * lay.seq
     gaps = 1.0 if step.cluster.device.kind == "cpu" else GAPS

@@ -53,6 +53,7 @@ def dense_of(shape: Shape, layers: list[float]) -> list[float]:
 
 
 def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
+    """Returns the forecast of a step under a pipeline: stages' seconds and sends played by the schedule."""
     lay, shape = step.layout, step.shape
     # some schedules (a V) have several stages on each rank by definition
     if lay.chunks == 1:

@@ -70,6 +70,7 @@ def simulate(
 
 
 def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
+    """Returns the forecast of a step without a pipeline: micro-batches in turn, then reductions and update."""
     lay, shape = step.layout, step.shape
     dense = shape.dense_layers
     parameters = stage_parameters(shape, lay, shape.layers, first=True, last=True, dense=dense)

@@ -144,6 +144,10 @@ def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
 
 
 def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Curve:
+    """Returns a pipeline rank's bytes over seconds: a forward adds a micro-batch's activations, a backward frees them.
+
+    ops  (kind, start, end)
+    """
     rests, activations, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
     # I frees nothing: the weights' part of the backward still reads the activations

@@ -132,13 +132,9 @@ def compute_seconds(trace: StepTrace, kernels: Kernels, software: Software) -> f
 
 
 def simulate_traced(
-    model: Model,
-    layout: Layout,
-    cluster: Cluster,
-    software: Software,
-    precision: str,
+    model: Model, layout: Layout, cluster: Cluster, software: Software, precision: str,
     ledgers: Sequence[MemoryLedger] = (),
-) -> Forecast:
+) -> Forecast:  # fmt: skip
     """Returns the forecast of a step over replicas and ZeRO shards. `ledgers`: the memory, where already computed."""
     dtype = PRECISIONS[precision].products
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.small.follows)

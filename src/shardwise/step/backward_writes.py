@@ -70,6 +70,7 @@ class BackwardWrites:
             )
 
     def _why(self, names: list[str], elsewhere: Collection[str], same_samples: bool) -> str:
+        """Returns why buffers that backward writes differ from one process's under this plan; "" where they do not."""
         mesh = self._mesh
         if used := [name for name in names if name in elsewhere]:
             return f"and other pipeline stages use '{used[0]}' too: {_IN_FORWARD}, or leave pp out"

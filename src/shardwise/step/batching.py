@@ -132,6 +132,7 @@ def _flatten(batch: Any, name: str) -> tuple[_Paths, list[Any], Any]:
 
 
 def _check_leaf(paths: _Paths, index: int, leaf: Any) -> None:
+    """Raises `InputError`, with the leaf's path in the batch, for one that cannot be cut over samples."""
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             raise InputError(

@@ -201,6 +201,7 @@ class OwnedMasters:
         return _Exchange(shard, owner_of, shares, kinds, self.technique.select, put, self._home)
 
     def _shares(self, shapes: list[torch.Size], kinds: list[torch.dtype]) -> _Exchange:
+        """Returns the exchange over tp, between shares on its ranks and whole tensors on their owners."""
         assert self._tensor is not None
         cuts, names = self._tensor.cuts, self._names
 

@@ -149,6 +149,7 @@ class _Row:
             self._backward(op, index, last=last)
 
     def _forward(self, stage: int, index: int) -> None:
+        """Run one stage's forward of a micro-batch: receive inputs, send outputs or compute the loss."""
         state, staged, part = self.state, self.staged, self.parts[index]
         self._meet(part)
         meet_kept(state, part)
@@ -196,6 +197,7 @@ class _Row:
             self.state.global_random.samples = Samples(part.start, part.count, part.total)
 
     def _backward(self, op: Op, index: int, *, last: bool) -> None:
+        """Run a backward of a micro-batch: whole (B), of inputs alone (I), or of weights (W), which sends nothing."""
         saved, mail = self._saved[op.stage, index], self.staged.mail
         if op.kind == "W":
             assert saved.later is not None

@@ -135,6 +135,7 @@ def _check_device(device: str) -> None:
 
 
 def _check_options(effective: Effective, task: Task) -> None:
+    """Raises `InputError` for options that were set and that this task does not use."""
     problems = []
     if task.batch is not None:
         for key, why in (

@@ -142,6 +142,7 @@ class Keeper:
         return self.first
 
     def _resume(self, source: Path) -> None:
+        """Load a checkpoint and go on behind it: weights, data position, best weights; notices of what differs now."""
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
@@ -206,6 +207,7 @@ class Keeper:
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
+        """Load weights alone from a checkpoint, safetensors or adapters (`train.init_from`), and tell what fits."""
         renames = self.job.effective.config.train.init_rename
         if (adapters := adapters_at(source)) is not None:
             refuse_other_adapters(adapters, self.engine.module)
@@ -291,6 +293,7 @@ class Keeper:
         return any(row[0] for row in table), bool(table[0][1])
 
     def _save(self, first_loss: float | None) -> None:
+        """Begin a checkpoint of this step. Collective. A failure ends the run only where checkpoints were asked for."""
         assert self.saver is not None
         self._finish_save()
         if self.check is not None:  # what is wrong is not to be kept

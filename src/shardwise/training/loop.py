@@ -236,6 +236,7 @@ class _Rank:
         return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make reading of {name} cheaper"
 
     def _step(self, step: int) -> None:
+        """Read a batch, take one step on it, and record its numbers: file, display, sinks, notices. Collective."""
         taken = step - self.first  # by this process: those of a run that goes on were taken by another
         if self.beat is not None:
             # the mean over ranks, since all ranks have to measure the pace before the same steps
@@ -368,6 +369,7 @@ class _Rank:
         return pace_beside(self.step_times, self.beat.at, seen.tolist(), self.engine.plan.pp > 1)
 
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
+        """Returns what `summary.json` holds, rank 0's, on every rank. Collective."""
         plan = self.job.effective.plan
         # nothing is timed in a run of one step: its batch, and all that it took
         samples, timed = self.timed if self.timed[0] else (self.job.batch_samples, seconds)

@@ -247,6 +247,7 @@ def _deadlines(config: TrainSection) -> Deadlines:
 
 
 def _launched(job: Job) -> dict[str, Any]:
+    """Returns the summary of a run on rank processes that this one starts and watches."""
     from shardwise.ranks import launch
 
     def announce(name: str) -> None:

@@ -200,6 +200,7 @@ def _done(sides: Difference) -> str:
 def _of_records(sides: Difference) -> Cause | None:
     """Returns the cause that the records of both sides show; None where they show none."""
     single, many, parity = sides.single, sides.ranks[0], sides.parity
+    # from what comes first in a run to what follows from it: each test takes all before it to be equal
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
     if any(step < 0 for step in parity.exceeded.values()) or any(
@@ -225,6 +226,7 @@ def _of_records(sides: Difference) -> Cause | None:
         return _cause("learning_rate", settings)
     if kinds and kinds <= {"buffer"}:
         return _cause("batch_norm_buffers", _first_of(parity))
+    # gradients are equal: what differs came in between gradient and weight
     if "gradient" not in kinds and "loss" not in kinds and "norm" not in kinds:
         if kinds == {"optimizer"}:
             return _cause("optimizer_state", _first_of(parity))
@@ -302,20 +304,25 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
 
 
 def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Difference) -> Cause | None:
+    """Returns the cause where gradients are `factor` times one process's (None: no multiple); None where equal.
+
+    form  how the script called backward: "mean", "mean_over", "weight" or "sum"
+    """
     size = sides.plan.data_ranks
     if factor is None:
         return None if sides.foreign else _not_a_sum(sides, first_step(sides), 1.0)
+    # factors of the number of ranks tell a sum taken for a mean from a mean taken for a sum
     if form == "mean" and abs(factor * size - 1) < NEAR and size > 1:
         return _cause("sum_not_divided")
     if form == "sum" and abs(factor - size) < NEAR and size > 1:
         return _cause("mean_as_sum")
     if form == "weight" and abs(factor - size) < 0.25 * size and size > 1:
         return _cause("weight_of_mean", f"every gradient is {factor:.3g} times that of one process")
-    if abs(factor) <= NEAR:
+    if abs(factor) <= NEAR:  # nothing was reduced
         return _cause("own_backward")
     if abs(factor - 1) <= NEAR:
         return None
-    if "loss" not in kinds:
+    if "loss" not in kinds:  # losses are equal, so gradients were scaled after backward
         return _cause("clip", f"{factor:.6g}")
     return _cause("constant", f"{factor:.6g}")
 

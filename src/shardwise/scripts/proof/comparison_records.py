@@ -158,11 +158,11 @@ def _is_zero(record: Record, name: str) -> bool:
 def judge(
     parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool
 ) -> None:
-    """Compare both sides into `parity`."""
+    """Compare one process (`single`) with rank 0 (`many`) and all ranks; the outcome goes into `parity`."""
     steps = min(len(single.steps), len(many.steps))
     if len(single.steps) != len(many.steps):
         parity.differences.append(f"it took {len(many.steps)} optimizer steps, one process {len(single.steps)}")
-    if not steps:
+    if not steps:  # nothing to compare, and the numbers of steps have been told
         parity.loss_error = 0.0
         return
     for name in sorted(single.shapes.keys() & many.shapes.keys()):
@@ -183,6 +183,7 @@ def judge(
         if single.steps[step].settings != many.steps[step].settings:
             parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
             break
+    # what is saved at the end differs too where a step does: it would be told twice
     if not parity.exceeded and len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
         _compare_saved(parity, single, many)
         _compare_beside(parity, single, ranks)

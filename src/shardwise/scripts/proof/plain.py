@@ -235,6 +235,7 @@ class Plain:
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Returns the result of the optimizer's own step (`inner`), recorded with gradients and weights."""
         recorder = self._recorder
         recorder.raise_eps(self.optimizer)
         if closure is not None:

@@ -87,6 +87,7 @@ def _names_of(optimizer: torch.optim.Optimizer, prepared: list[Any]) -> dict[str
 
 
 def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
+    """Run the script as `__main__`, until its end or `Enough`; record what its models, modules and files are then."""
     sys.argv = [asked.path, *asked.arguments]
     sys.path.insert(0, str(Path(asked.path).resolve().parent))
     for name in HIDDEN if asked.hides or (asked.plain and not asked.foreign) else ():  # which torchrun shows to ranks

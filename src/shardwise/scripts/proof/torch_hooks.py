@@ -110,6 +110,7 @@ class TorchHooks:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Hook before an optimizer's step: record a new one's weights, and gradients unless a closure is to come."""
         self._inside += 1
         if self._inside > 1:  # an optimizer within another one
             return
@@ -141,6 +142,7 @@ class TorchHooks:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Hook after an optimizer's step: record whole weights, buffers, states, and a closure's gradients."""
         self._inside -= 1
         if self._inside:
             return

@@ -310,6 +310,7 @@ def _asked(
     path: str | Path, arguments: Sequence[str], plan: Any, steps: int | None, epochs: int | None, nproc: int | None,
     cwd: str | Path | None, against: str | Path | None,
 ) -> ScriptJob:  # fmt: skip
+    """Returns the job of the one process, from the words of `verify`; raises `InputError` where they contradict."""
     script = Path(path)
     if not script.is_file():
         raise InputError(f"verify: there is no file {path}")
