@@ -66,8 +66,8 @@ class Layout:
     wrap: tuple[str, ...] = ()  # units of zero=3 by name
 
     def __post_init__(self) -> None:
-        for field in ("tp", "cp", "ulysses", "pp", "chunks", "ep", "shard", "replicas", "micro_batch", "n_micro", "rounds",
-                      "seq"):  # fmt: skip
+        for field in ("tp", "cp", "ulysses", "pp", "chunks", "ep", "shard", "replicas", "micro_batch", "n_micro",
+                      "rounds", "seq"):  # fmt: skip
             if getattr(self, field) < 1:
                 raise InputError(f"layout: {field} must be at least 1, got {getattr(self, field)}")
         if self.recompute not in RECOMPUTES:
