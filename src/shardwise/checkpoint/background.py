@@ -63,7 +63,7 @@ class Writer:
         return "badly" if self._read()["error"] else "well"
 
     def wait(self) -> None:
-        """Wait until nothing is under way. Raises `RunError` for what went wrong."""
+        """Wait until no save is being written. Raises `RunError` where it failed."""
         if self.step is None:
             return
         answer, self._answer = self._read(), None

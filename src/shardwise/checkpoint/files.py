@@ -200,7 +200,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def begins_as_pickle(path: Path) -> bool:
-    """Returns whether a file begins as what torch.save writes: a zip archive, or a pickle of protocol 2 or later."""
+    """Whether a file begins as torch.save's do: as a zip archive, or a pickle of protocol 2 or later."""
     with path.open("rb") as file:
         return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
 

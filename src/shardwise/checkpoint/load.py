@@ -314,7 +314,7 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
 
 def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
-    """Let a model with adapters find a plain model's weights, and those of a file of peft, by their names."""
+    """Rename in `names` a plain model's weights, and those of a file of peft, to those of a model with adapters."""
     for name in (*engine.state.all_names, *engine.state.frozen_names):
         plain, in_file = name.replace(".base_layer.", "."), f"base_model.model.{name.replace('.default.', '.')}"
         for other in (plain, in_file, in_file.removesuffix(".weight")):

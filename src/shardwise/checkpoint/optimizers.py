@@ -68,7 +68,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
 
 
 def _beside(key: Any, value: Any) -> Node:
-    """Returns the node of what an optimizer keeps under a name of its own, beside the state of weights."""
+    """Returns the node of state that an optimizer keeps under a key of its own, of no parameter."""
     try:
         if not isinstance(key, str):
             raise NoJson(f"a name of type {type(key).__name__}")

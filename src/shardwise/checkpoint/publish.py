@@ -60,7 +60,7 @@ class Work:
 
     @property
     def at(self) -> Path:
-        """Returns the folder that is being written."""
+        """Returns the path of the unfinished checkpoint's folder."""
         return self.folder / self.partial
 
 
@@ -285,7 +285,7 @@ def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
 
 
 def clear(folder: Path, disk: Disk) -> None:
-    """Remove what saves that did not end have left."""
+    """Remove folders of saves that never ended."""
     for path in under_way(folder) + ([] if is_remote(folder) else sorted(folder.glob("step-*.gone-*"))):
         disk.remove(path)
 

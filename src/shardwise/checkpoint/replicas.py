@@ -108,13 +108,13 @@ def _plain(key: str) -> str:
 
 
 def _used(engine: Engine) -> Iterator[Holding]:
-    """Yields what modules compute with: masters, buffers, and weights that are no masters."""
+    """Yields a `Holding` of each tensor that modules compute with: masters, buffers, weights that are no masters."""
     yield from weights(engine)
     yield from _used_beside(engine)
 
 
 def _used_beside(engine: Engine) -> Iterator[Holding]:
-    """Yields weights as the module computes with them, where those are no masters."""
+    """Yields a `Holding` of each weight that the module computes with and that is no master."""
     masters = {id(slot.master) for slot in engine.technique.slots}
     for name, param in engine.module.named_parameters():
         if name in engine.state.names and id(param) not in masters and not isinstance(param, DTensor):

@@ -111,7 +111,7 @@ def _left_to_torchrun(message: str) -> bool:
 
 
 class Ended(BaseException):
-    """SIGTERM arrived.
+    """Raised where SIGTERM has arrived.
 
     arrived   when, by the monotonic clock; None before
     raised    the exception that was raised for it, as long as anything holds it: modules that are being imported
@@ -186,7 +186,7 @@ def _instead(error: click.NoSuchOption, words: list[str]) -> str:
 
 
 def _as_a_key(error: click.NoSuchOption) -> str:
-    """Returns how to say an unknown option as a key of the plan or configuration; "" where nothing tells."""
+    """Returns advice to write an unknown option as a key of the plan or configuration; "" where no key fits."""
     if any(option.startswith(error.option_name) for option in error.possibilities or ()):  # the option's own name, cut
         return ""
     taken = {param.name for param in error.ctx.command.params} if error.ctx is not None else set()
@@ -204,7 +204,7 @@ def _as_a_key(error: click.NoSuchOption) -> str:
 
 
 def _key(name: str) -> str | None:
-    """Returns the key of a configuration that a word is, or that another tool's word stands for; None for others."""
+    """Returns the configuration's key that an option's name, perhaps another tool's, stands for; None for others."""
     from shardwise.config.effective import keys
 
     key = next((key for key in keys() if key.rpartition(".")[2] == name), None)

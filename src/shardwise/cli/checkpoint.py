@@ -145,7 +145,7 @@ def _nearest(target: Path) -> Path:
 
 
 def _read_foreign(path: Path, key: str | None, folder: Path) -> Path:
-    """The tensors of a file or folder that is a pickle, as safetensors in `folder`."""
+    """Write the tensors of a pickled file or folder as safetensors into `folder`; returns that file."""
     from safetensors.torch import save_file
 
     from shardwise.checkpoint.foreign import is_foreign, read

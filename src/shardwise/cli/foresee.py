@@ -295,7 +295,7 @@ def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
 
 
 def _idle(ranks: int, devices: int) -> list[str]:
-    """Returns what to say of devices that the plan leaves out."""
+    """Returns [a line on devices that the plan leaves unused]; [] where it uses all."""
     return (
         [f"the plan has {ranks:,} ranks: {devices - ranks:,} of {devices:,} devices stand idle"]
         if ranks < devices

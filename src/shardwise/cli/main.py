@@ -317,7 +317,7 @@ def _told_unless_ended(unraisable: Any) -> None:
 
 
 def run() -> None:
-    """The console script."""
+    """Run the command line of this process and exit with its code: the console script."""
     _open_streams()
     unbroken_stderr()
     signal.signal(signal.SIGTERM, end)

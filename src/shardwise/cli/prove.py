@@ -103,7 +103,7 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
 
 
 def _code(parity: Any) -> int:
-    """Returns the exit code of a proof."""
+    """Returns the exit code of a proof: 0 where equal, 1 where not or not proven, 3 where refused."""
     return RefusedPlan.exit_code if parity.refused else 0 if parity.parity else 1
 
 
@@ -156,7 +156,7 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it is a checkpoint folder of transformers."""
+    """Whether `folder` is a checkpoint folder of transformers."""
     return (folder / "config.json").is_file() and not is_run(folder)
 
 

@@ -17,7 +17,7 @@ from shardwise.cluster.catalogue import read
 
 @dataclass(frozen=True, eq=False)
 class GemmTable:
-    """bf16 matrix products (m, k) x (k, n) on one device: grid points and TFLOP/s."""
+    """Measured bf16 products (m, k) x (k, n) on one device: sizes of a grid, and TFLOP/s at each of its points."""
 
     name: str
     m: tuple[int, ...]
@@ -133,7 +133,7 @@ class BetweenTable:
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
-    """Returns the size to which a figure at grid point `near` is scaled: `value` beyond the grid, else `near`."""
+    """Returns the size at which a figure is taken: `value` beyond the grid, else the grid point `near`."""
     return near if min(grid) <= value <= max(grid) else value
 
 
@@ -171,7 +171,7 @@ def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype:
 
 @dataclass(frozen=True, eq=False)
 class OpTable:
-    """Ops other than products: name -> ((bytes or FLOPs, microseconds), ...)."""
+    """Measured ops other than products: name -> ((bytes or FLOPs, microseconds), ...)."""
 
     times: dict[str, tuple[tuple[float, float], ...]]
 

@@ -75,7 +75,7 @@ class Effective:
         return self.sources.get(key, DEFAULT)
 
     def is_set(self, key: str) -> bool:
-        """Whether the key was set anywhere."""
+        """Whether any source set the key."""
         return key in self.sources
 
 

@@ -21,7 +21,7 @@ TABLES = (*SECTIONS, "task.model")
 
 
 class Given(NamedTuple):
-    """One value that was set: its dotted key, and where."""
+    """One value that was set: its dotted key, its source, and the folder for paths in it."""
 
     key: str
     value: Any

@@ -107,7 +107,7 @@ class BlockCosts:
         return times
 
     def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
-        """Returns what full recompute runs again of a layer: (seconds, messages)."""
+        """Returns (seconds, messages) of what full recompute runs again of a layer."""
         s, lay = self.shape, self.layout
         early = self.software.stops_early and not s.dropout  # else what follows the last product keeps a tensor
         if not early or (s.experts and not self.software.weighs_first):
@@ -269,7 +269,7 @@ class BlockCosts:
         return self.kernels.stream(size_bytes, kernels * (1 if self.software.fused else 2))
 
     def _moved(self, elements: Mapping[str, float]) -> tuple[float, float]:
-        """Returns the bytes that (forward, backward) move; `elements`: element counts by what is done with them."""
+        """Returns (bytes that forward moves, bytes of backward); `elements`: {kind of elementwise op: count}."""
         passes = {name: MOVED[name][0 if self.software.fused else 1] for name in elements}
         forward, backward = (sum(passes[name][way] * count for name, count in elements.items()) for way in (0, 1))
         return forward, backward

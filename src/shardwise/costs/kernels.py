@@ -177,7 +177,7 @@ class Kernels:
 
     @property
     def large_convolutions_tflops(self) -> float:
-        """Returns TFLOP/s of products inside large convolutions, in which torch lets tensor cores round float32."""
+        """Returns the TFLOP/s of products inside large convolutions: tensor cores', since torch uses them there."""
         wide = self.device.tf32_tflops if self.dtype == "fp32" else None
         return self.peak_tflops if wide is None else wide.value * ROOFLINE_SHARE
 

@@ -83,7 +83,7 @@ class Layout:
 
     @cached_property
     def tiles(self) -> int:
-        """Returns ranks over which space is cut."""
+        """Returns over how many ranks space is cut."""
         return math.prod(self.domain)
 
     @property
@@ -98,12 +98,12 @@ class Layout:
 
     @cached_property
     def cut_positions(self) -> int:
-        """Returns ranks that share their samples and each hold some of the positions, of a sequence or of space."""
+        """Returns how many ranks share one sample's positions, of a sequence or of space."""
         return self.tiles * self.split_sequence
 
     @cached_property
     def shard_ranks(self) -> int:
-        """Returns ranks over which `zero` shards: dp_shard, and those that cut positions."""
+        """Returns over how many ranks `zero` shards: dp_shard, and those that cut positions."""
         return self.shard * self.cut_positions
 
     @property
@@ -125,7 +125,7 @@ class Layout:
 
     @cached_property
     def tokens(self) -> float:
-        """Returns tokens of a micro-batch on one rank, before tensor parallelism."""
+        """Returns the number of tokens of a micro-batch on one rank, before tensor parallelism."""
         return self.micro_batch * self.seq / self.split_sequence
 
     @property

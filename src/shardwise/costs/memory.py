@@ -80,7 +80,7 @@ def stage_parameters(
 
 
 def states(parameters: dict[str, float], layout: Layout, software: Software, precision: str = "") -> dict[str, float]:
-    """Returns the bytes of weights, gradients, masters and optimizer on one rank, by term.
+    """Returns {"weights", "gradients", "master", "optimizer", `COPIES`: bytes} on one rank.
 
     With them the gradients' copies, which live while the optimizer runs. Experts are sharded over the data ranks that
     hold the same ones. State that is offloaded is not on the rank.

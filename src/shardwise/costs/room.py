@@ -54,7 +54,7 @@ class Room:
         return max(shares, default=0.0)
 
     def line(self, tier: str) -> str:
-        """Returns what the ranks of a host keep in a tier, of how much, in words."""
+        """Returns one line of text: how many bytes a host's ranks keep in a tier, of how many that it has."""
         there, figure = self.there(tier), self._figure(tier)
         kept = f"{_gb(self.needed[tier] / 1e9)} GB of a host's {NAMES[tier]} for its {self.ranks} rank(s)"
         if there is None or figure is None:

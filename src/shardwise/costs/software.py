@@ -359,7 +359,7 @@ for _name, _of, _changes in VARIANTS:  # some are variants of others
 
 
 def software(name: str) -> Software:
-    """Returns an implementation by name, whose ending may tell a recipe of FP8 ("-fp8"). `InputError` if unknown."""
+    """Returns an implementation by name, with a recipe of FP8 for an ending such as "-fp8"; `InputError` if unknown."""
     for recipe, fp8 in FP8.items():
         if name.removesuffix(fp8.suffix) in SOFTWARE and name.endswith(fp8.suffix):
             plain = SOFTWARE[name.removesuffix(fp8.suffix)]

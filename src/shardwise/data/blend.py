@@ -145,7 +145,7 @@ class BlendOrder(Order):
         return out
 
     def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, by position, its source and the number of that source's sample there (from 0, over epochs)."""
+        """Returns (source of each position, number of that source's sample there, from 0 on over epochs)."""
         counts = shares(self.weights)
         source, number = np.empty_like(positions), np.empty_like(positions)
         blocks, places = np.divmod(positions - self.origin, BLOCK)
@@ -184,7 +184,7 @@ class BlendOrder(Order):
         return replace(self, drawn=tuple(int(counts[name]) for name in self.names), origin=origin)
 
     def positions(self, position: int) -> dict[str, int]:
-        """Returns, by source, how many of its samples stand before `position`."""
+        """Returns {source: how many of its samples come before `position`}."""
         counts, base = shares(self.weights), self.drawn or (0,) * len(self.lengths)
         block, place = divmod(position - self.origin, BLOCK)
         dealt, _ = _dealt(self.seed, block + self.origin, counts)

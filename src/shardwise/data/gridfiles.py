@@ -63,7 +63,7 @@ class GridFiles:
         return self.variables[name][0][1]
 
     def files_text(self) -> str:
-        """Returns the files, for messages."""
+        """Returns the files' names as one text, for messages."""
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:

@@ -75,7 +75,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Returns steps of a whole epoch."""
+        """Returns how many steps a whole epoch has."""
         whole, rest = divmod(self.order.length, self._steps.batch_size)
         return whole + (1 if rest and not self._steps.drop_last else 0)
 

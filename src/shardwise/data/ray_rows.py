@@ -50,7 +50,7 @@ class RaySource(DatasetSource):
         self.shuffle = shuffle
 
     def order(self, seed: int) -> Order:
-        """Returns the order in which a loader reads this source."""
+        """Returns the order in which a loader reads this source: shuffled by the seed, where `shuffle` is set."""
         return Order(len(self), seed, self.shuffle)
 
 
@@ -93,7 +93,7 @@ class RayRows:
         return rows
 
     def _ends(self) -> list[int]:
-        """Returns, of each block, the number of rows up to its end."""
+        """Returns the running total of rows at the end of each block."""
         if self._rows is None:
             self._ask()
         assert self._rows is not None

@@ -96,7 +96,7 @@ class Steps:
 
 
 def read(source: Source, indices: list[int]) -> Any:
-    """Returns `source.read(...)`, the shape of its answer checked."""
+    """Returns the source's batch of these samples; `InputError` where it has another number of them."""
     batch = source.read(indices)
     check_samples(batch, len(indices), name=f"{type(source).__name__}.read(...)")
     return batch

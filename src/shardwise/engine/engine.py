@@ -94,7 +94,7 @@ def parallelize(
 
 
 def _takes_groups(task: Task, plan: Plan, error: Exception) -> bool:
-    """Returns whether a look failed on a few samples, where one process runs on whole micro-batches alone.
+    """Whether a look failed on a few samples for want of more: one process runs on whole micro-batches alone.
 
     Every rank asks itself alike. Not of pipeline stages, of which one may fail where others do not.
     """
@@ -289,7 +289,7 @@ class Engine:
 
     @property
     def mesh(self) -> Mesh:
-        """Returns this rank's place and its groups."""
+        """Returns the `Mesh`: this rank's place on each axis, and its process groups."""
         return self.state.mesh
 
     @property
@@ -329,15 +329,15 @@ class Engine:
 
     @property
     def world_size(self) -> int:
-        """Returns ranks in the run."""
+        """Returns how many ranks the run has."""
         return self.plan.world_size
 
     @property
     def data_rank(self) -> int:
-        """Returns which part of each micro-batch this rank takes."""
+        """Returns the number, from 0, of the part of each micro-batch that this rank takes."""
         return self.state.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """Returns parts that each micro-batch is dealt into."""
+        """Returns how many parts each micro-batch is dealt into."""
         return self.state.data_ranks

@@ -25,7 +25,7 @@ class _Unit:
 def shards_elsewhere(
     plan: Plan, mesh: Mesh, notices: list[str]
 ) -> Callable[[list[list[torch.Tensor]]], ShardFile | None] | None:
-    """Returns what gives the shards of zero=3 memory of a file, as the plan says; None where they stay.
+    """Returns a function that puts the shards of zero=3 into a file, as the plan says; None where they stay in memory.
 
     Raises `RefusedPlan` for a device that has memory of its own.
     """

@@ -103,7 +103,7 @@ def over_pieces(
 
 
 def _remade(optimizer: Optimizer) -> Optimizer:
-    """Returns such an optimizer made over the pieces, for classes that make state when they are built (Adagrad)."""
+    """Returns the optimizer made anew over its pieces, for classes that make state when they are built (Adagrad)."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     # Defaults hold more than the constructor takes in some classes.
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}

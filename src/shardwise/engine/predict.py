@@ -108,7 +108,7 @@ def _check(table: list[dict]) -> None:
 
 
 def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
-    """Returns the leaves of one rank on rank 0's CPU; that rank sends them, and others do nothing."""
+    """Returns one rank's output leaves on rank 0's CPU; that rank sends them, others return [] at once."""
     world, source = state.mesh.world, row["rank"]
     if state.mesh.rank not in (0, source):
         return []

@@ -240,7 +240,8 @@ class _Spread:
         return value_of
 
     def install(self, module: nn.Module, absent: set[str], mesh: Mesh, *, traced: bool) -> None:
-        """Let the module run on shares; what other stages hold is `absent`. Collective with experts."""
+        """Replace forwards so that the module runs on shares; `absent`: names of other stages' weights. Collective with
+        experts."""
         if self.positions is not None and self.positions.inside is not None:
             self.positions.inside.install(module)
         if self.tensor is not None:

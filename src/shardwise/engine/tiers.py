@@ -109,7 +109,7 @@ def _narrow(state: RankState) -> str:
 
 
 def _staying(unit: Unit) -> Unit:
-    """Returns a unit that stays on the device: of its state, what rests by a code."""
+    """Returns the unit for state that stays on the device: with those tensors alone that rest in a code."""
     states = [{path: spec for path, spec in state.items() if spec.codec is not None} for state in unit.states]
     coded = unit.master is not None and unit.master.codec is not None
     return replace(unit, states=states, master=unit.master if coded else None, wide=unit.wide if coded else None)
@@ -268,7 +268,7 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
 
 
 def _coded(state: RankState, spec: Spec, param: nn.Parameter) -> Spec:
-    """Returns how a tensor of a parameter's state rests: by the plan's code where it is real and of its shape."""
+    """Returns `spec` with the plan's code, for a real tensor of the parameter's shape; else `spec` as it is."""
     codec = CODECS.get(state.plan.optimizer_state)
     if codec is None or spec.shape != param.shape or not spec.dtype.is_floating_point:
         return spec

@@ -282,7 +282,7 @@ def _alike(entries: Mapping[int, IssuedCollective], rank: int) -> int:
 
 
 def _why(seen: RankSnapshot, now: float) -> str:
-    """Returns why a rank does nothing, in words."""
+    """Returns in words why a rank makes no progress: where it is, and since when."""
     state = process_state(seen.pid)
     if state in ("T", "t"):
         return "its process is stopped (SIGSTOP)"

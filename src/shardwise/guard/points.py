@@ -60,7 +60,7 @@ def have(record: RankRecord | None) -> None:
 
 
 def record() -> RankRecord | None:
-    """Returns this process's record, where somebody watches."""
+    """Returns this process's shared-memory record; None where nobody watches."""
     return _Here.record
 
 

@@ -165,7 +165,7 @@ class RankRecord:
         struct.pack_into("<qiii", self.memory, 0, os.getpid(), rank, world, RUNNING)
 
     def text(self, value: str) -> int:
-        """Returns the number of a text; 0 where there is no more place."""
+        """Returns the number under which the record holds a text; 0 where the record is full."""
         at = self._strings.get(value)
         if at is None:
             with self._lock:
@@ -180,7 +180,7 @@ class RankRecord:
         return at
 
     def group(self, key: str, between_two: bool = False) -> int:
-        """Returns the number of a group; -1 where there is no more place."""
+        """Returns the number under which the record holds a process group; -1 where the record is full."""
         with self._lock:
             ring = -1
             if not between_two:

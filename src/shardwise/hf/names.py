@@ -19,7 +19,7 @@ from shardwise.hf.folder_tensors import Checkpoint
 
 @dataclass(frozen=True)
 class Recipe:
-    """One tensor's making: `sources` are (name on disk, pattern), and `converter` turns them into `target`.
+    """How one tensor is made: `sources` are (name on disk, pattern), and `converter` turns them into `target`.
 
     shapes   of each tensor that is made, by name
     """

@@ -57,11 +57,11 @@ class Weights:
         return Weights, (self.folder, self.config, None, self.new)
 
     def into(self, model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Returns the constructor, whose model of transformers gets the folder's weights."""
+        """Returns the constructor, now with the folder's weights in the transformers model that it makes."""
         return model if isinstance(model, _Filled) and model.weights is self else _Filled(model, self)
 
     def fill(self, model: nn.Module) -> str:
-        """Write the folder's weights into a model; returns why not for one of another kind or of other sizes."""
+        """Write the folder's weights into a model; returns "", or why not for one of another kind or of other sizes."""
         if type(model.config) is not type(self.config):
             return f"a {type(model.config).__name__} made the model, and the folder has a {type(self.config).__name__}"
         if any(param.is_meta for param in model.parameters()):

@@ -74,7 +74,7 @@ class LaunchJob:
 
     @property
     def shell(self) -> str:
-        """Returns the command as a line of shell."""
+        """Returns the ranks' command as one line of shell."""
         return shlex.join(self.command)
 
     @property

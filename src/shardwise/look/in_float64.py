@@ -156,7 +156,7 @@ class _Doubled:
 
 
 def _added(first: Result, second: Result) -> Result:
-    """Returns (numbers, gradients) of a sum and one part more, in the memory of the sum."""
+    """Returns (numbers, gradients) of `first` plus `second`, added in the memory of `first`."""
     numbers = {name: first[0].get(name, 0.0) + second[0].get(name, 0.0) for name in first[0] | second[0]}
     gradients = first[1]
     for name, gradient in second[1].items():

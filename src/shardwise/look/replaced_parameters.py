@@ -123,7 +123,7 @@ def _hold(module: nn.Module, leaf: str) -> None:
 
 
 def _setting_buffers(kind: type) -> type:
-    """Returns a subclass that keeps, as a buffer, the tensor of a parameter that is set in the place of one."""
+    """Returns a subclass of a module's class that stores a parameter set over such a buffer as a buffer too."""
     if kind in _CLASSES.values():
         return kind
 

@@ -44,7 +44,7 @@ class Many:
 
 
 def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
-    """Returns the numbers of samples of the first ranks' parts, of as many ranks as can be tried; [] for one alone.
+    """Returns how many samples each of the first ranks' parts has, of as many ranks as can be tried; [] for one alone.
 
     sample_bytes    of the widest result that a module has, for each sample
     """

@@ -69,7 +69,7 @@ def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
 
 
 def _busier(name: str, plan: str, reference: int) -> str:
-    """Returns the plan's text; with more micro-batches for a pipeline's last reference, so that messages differ."""
+    """Returns the plan's text, with more micro-batches for a pipeline's last reference, so that messages differ."""
     return f"{plan},microbatches=4" if name.startswith("pp") and reference == len(REFERENCES) - 1 else plan
 
 

@@ -148,7 +148,7 @@ def pace_beside(
 
 
 def over_ranks(value: float, device: torch.device | None = None) -> float:
-    """Returns the mean over ranks, the same on each of them. Collective."""
+    """Returns the mean of `value` over ranks, the same on each of them. Collective."""
     if not dist.is_initialized():
         return value
     row = torch.tensor([value], dtype=torch.float64, device=device)

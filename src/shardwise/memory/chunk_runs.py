@@ -188,7 +188,7 @@ def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) 
 
 
 class _Joined:
-    """Joins one result over all turns: chunks are put side by side, summands added up."""
+    """Joins one output over all turns: chunks are put side by side, summands added up."""
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None  # of what this rank holds

@@ -64,7 +64,7 @@ HERE = _Here()
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Context: products that widen are computed at once."""
+    """Context: products that widen are computed at once, not put off."""
     before, HERE.making = HERE.making, True
     try:
         yield
@@ -73,7 +73,7 @@ def nothing_waits() -> Iterator[None]:
 
 
 class WaitingCall:
-    """A call whose results wait.
+    """A call that has not run yet, with its arguments.
 
     args, kwargs  as given, tensors that wait as themselves
     like          its results on tensors without values, as parts over turns
@@ -146,7 +146,7 @@ class Waiting(Unmade):
         return self.call.number
 
     def made(self) -> torch.Tensor:
-        """Returns the tensor, computed whole."""
+        """Returns this tensor computed, whole (not chunk by chunk)."""
         results = self.call.made()
         return results if self.place is None else results[self.place]
 

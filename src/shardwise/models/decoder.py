@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens (B, S) -> logits (B, S, V)"""
+    """A decoder-only language model: tokens (B, S) -> logits (B, S, V)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class MoEConfig:
 
 
 class Router(nn.Module):
-    """x (B, S, H) -> experts (B, S, k), their weights (B, S, k), and a term of the loss for each sample (B,)."""
+    """Routes tokens: x (B, S, H) -> experts (B, S, k), their weights (B, S, k), a loss term of each sample (B,)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()

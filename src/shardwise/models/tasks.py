@@ -36,7 +36,7 @@ CLASSES = 5
 
 
 def token_batch(step: int, samples: int, length: int) -> dict[str, Tensor]:
-    """tokens and labels, both (samples, length); labels are the tokens, some replaced by `IGNORED`.
+    """Returns {"tokens", "labels"}, both (samples, length); labels are the tokens, some replaced by `IGNORED`.
 
     How many are ignored is drawn sample by sample, so samples differ in weight.
     """
@@ -59,7 +59,7 @@ def image_batch(step: int, samples: int) -> dict[str, Tensor]:
 
 
 def field_batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Two fields (samples, 2, 9, 7) and the target (samples, 1, 9, 7), their product smoothed."""
+    """Returns (two fields (samples, 2, 9, 7), target (samples, 1, 9, 7): their product smoothed)."""
     g = torch.Generator().manual_seed(step)
     fields = torch.randn(samples, 2, 9, 7, generator=g)
     return fields, F.avg_pool2d(fields.prod(1, keepdim=True), 3, stride=1, padding=1)
@@ -96,7 +96,7 @@ def first_only(batch: tuple[Tensor, Tensor]) -> tuple[tuple, dict]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits, which transformers wraps in an object."""
+    """Returns the logits of a model's output, which transformers wraps in an object."""
     return output if isinstance(output, Tensor) else output.logits
 
 
@@ -137,7 +137,7 @@ def adamw(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
 
 
 def adamw_decay_matrices(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
-    """Decay on matrices alone, and half the rate for norms and biases (the group named "no_decay")."""
+    """Returns an AdamW with decay on matrices alone, and half the rate for norms and biases ("no_decay")."""
     rates = {"decay": {"weight_decay": 0.1}, "no_decay": {"lr": lr / 2}}
     return torch.optim.AdamW([{**group, **rates[group["name"]]} for group in groups], lr=lr)
 
@@ -183,19 +183,19 @@ def _moe(name: str, samples: int, **changes: Any) -> Task:
 
 
 def moe() -> Task:
-    """Decoder with four routed experts, no token dropped, and a balance loss."""
+    """Returns a task: a decoder with four routed experts, no token dropped, and a balance loss."""
     return _moe("moe", 7)
 
 
 def moe_shared() -> Task:
-    """The same with a shared expert, a capacity that drops tokens, and bias rows in place of the balance loss."""
+    """Returns `moe` with a shared expert, a capacity that drops tokens, and bias rows in place of the balance loss."""
     shared = replace(TINY_DECODER, layers=2, intermediate=24)
     task = _moe("moe_shared", 6, decoder=shared, experts=8, top_k=3, capacity=1.0, balance=0.0, bias=True)
     return task.with_(optimizer=adamw_and_bias_rows)
 
 
 def gpt2() -> Task:
-    """GPT-2 with dropout on, and weight decay on some parameters only."""
+    """Returns a task: GPT-2 with dropout, and weight decay on some parameters only."""
     config = GPT2Config(vocab=VOCAB, hidden=24, layers=2, heads=3, context=12, dropout=0.1)
     return Task(
         model=partial(GPT2, config), loss=next_token_loss, inputs=tokens_only, optimizer=adamw_decay_matrices,
@@ -223,7 +223,7 @@ def _unet(name: str, config: UNetConfig) -> Task:
 
 
 def unet_group() -> Task:
-    """U-Net with group norm on images of odd height and width."""
+    """Returns a task: a U-Net with group norm on images of odd height and width."""
     return _unet("unet_group", UNetConfig(channels=2, width=8, depth=2, norm="group", groups=4))
 
 
@@ -277,7 +277,7 @@ def _hf_vit_model() -> nn.Module:
 
 
 def hf_llama() -> Task:
-    """`LlamaForCausalLM` of transformers, unchanged."""
+    """Returns a task: `LlamaForCausalLM` of transformers, unchanged."""
     _transformers()
     return Task(
         model=_hf_llama_model, loss=next_token_loss, inputs=hf_tokens, optimizer=adamw,
@@ -315,17 +315,17 @@ def _hf_experts(name: str, model: Any) -> Task:
 
 
 def hf_mixtral() -> Task:
-    """`MixtralForCausalLM` of transformers, unchanged; experts in its plain implementation, which has float64."""
+    """Returns a task: `MixtralForCausalLM` of transformers; experts in its plain implementation, which has float64."""
     return _hf_experts("hf_mixtral", _hf_mixtral_model)
 
 
 def hf_qwen2_moe() -> Task:
-    """`Qwen2MoeForCausalLM` of transformers, unchanged, with a shared expert; experts likewise."""
+    """Returns a task: `Qwen2MoeForCausalLM` of transformers, with a shared expert; experts as in `hf_mixtral`."""
     return _hf_experts("hf_qwen2_moe", _hf_qwen2_moe_model)
 
 
 def hf_vit() -> Task:
-    """`ViTForImageClassification` of transformers, unchanged."""
+    """Returns a task: `ViTForImageClassification` of transformers, unchanged."""
     _transformers()
     return Task(
         model=_hf_vit_model, loss=image_loss, inputs=hf_images, optimizer=adamw,

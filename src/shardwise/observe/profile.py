@@ -90,7 +90,7 @@ class StepProfile:
         return table_of(list(self._profiler.events()), len(self.steps), self.measured_s)
 
     def tell(self, step: int) -> str:
-        """Returns, after the last step, the table of all ranks on rank 0, which is written too; else nothing.
+        """Returns, after the last step, the table of all ranks as text on rank 0, which is also written; else "".
 
         Collective after the last step. Empty on a GPU, where the traces alone are written.
         """
@@ -231,7 +231,7 @@ def meet(first: list[Span], other: list[Span]) -> list[Span]:
 
 
 def minus(first: list[Span], other: list[Span]) -> list[Span]:
-    """Returns the difference of two unions of spans: what is in the first alone."""
+    """Returns the spans of time in `first` and not in `other`."""
     rest = []
     for start, end in first:
         for low, high in meet([(start, end)], other):

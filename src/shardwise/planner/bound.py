@@ -85,7 +85,7 @@ class Slower:
         self.remarks: dict[str, str] = {}  # by axis, a remark on what was not looked at
 
     def note(self, layout: Layout, forecast: Forecast | None) -> None:
-        """Records the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
+        """Record the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
         key = _axis(layout)
         # recompute and zero 2 and 3 cost time of their own, which would hide what the axis costs
         if key is None or layout.recompute != "none" or layout.sharded.gradients:

@@ -63,7 +63,7 @@ class Constraints:
     offload: bool = True
 
     def allows(self, plan: Plan) -> bool:
-        """Whether a plan has the fixed fields."""
+        """Whether a plan has the values that the user fixed."""
         # domain=2x1 and domain=2 are the same grid
         return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
@@ -85,7 +85,7 @@ class Constraints:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether weights are to lie elsewhere, as units of zero=3 allow."""
+        """Whether the user fixed an offload of weights, which units of zero=3 alone allow."""
         return bool(placements(str(self.value("offload") or "none"), "parameters"))
 
     def precision(self, asked: str) -> str:

@@ -294,7 +294,7 @@ def base_class(config: Any) -> Any:
 
 
 def build_base(config: Any) -> nn.Module:
-    """Builds the model without a head in float32, without a cache of keys and values."""
+    """Returns transformers' model without a head, in float32, without a cache of keys and values."""
     import transformers
 
     for part in parts_of(config):
@@ -304,7 +304,7 @@ def build_base(config: Any) -> nn.Module:
 
 
 def in_channels_last(build: Callable[[], nn.Module]) -> nn.Module:
-    """Builds a model with its weights of four dims in channels_last, in which their convolutions then compute."""
+    """Returns the model with its 4-D weights in channels_last, in which its convolutions then compute."""
     return build().to(memory_format=torch.channels_last)
 
 

@@ -127,7 +127,7 @@ class _Where:
     def traced(
         self, task: Task, samples: int | None, remarks: tuple[str, ...] = (), layers: AlikeLayers | None = None
     ) -> Subject:
-        """Returns the subject of a task whose module is traced; `layers`: of which all are told by few."""
+        """Returns the subject of a task whose module is traced; `layers`: alike ones, of which few are traced."""
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:

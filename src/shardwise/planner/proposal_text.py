@@ -189,7 +189,7 @@ class Proposal:
 
 @dataclass
 class Search:
-    """The result of a search.
+    """The result of a search: plans, best first, why other families lost, and notes.
 
     proposals  plans that this version runs, from best to worst; those that it cannot run where there is no other
     later      faster ones that this version cannot run yet, a few

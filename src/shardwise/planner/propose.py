@@ -175,7 +175,7 @@ def _on_part(
 def _half_as_good(
     subject: Subject, cluster: Cluster, constraints: Constraints, result: Search, capacity: float
 ) -> list[str]:
-    """Returns a note where half of the devices are nearly as fast, else []; only for a model by its numbers."""
+    """Returns [a note] where half of the devices are nearly as fast; else []. Only for a model by its numbers."""
     best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)

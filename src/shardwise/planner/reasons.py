@@ -175,7 +175,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
 
 
 def contradiction(world: int, constraints: Constraints) -> str:
-    """Returns how fixed fields contradict each other, a limit or the devices, as text; "" where they do not."""
+    """Returns a sentence on how fixed fields contradict each other, a limit or the devices; "" where they do not."""
     if not constraints.fixed:
         return ""
     try:
@@ -232,7 +232,7 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a plan's field as a plan's text has it."""
+    """Returns the value of a plan's field as text, as in a plan."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -255,7 +255,7 @@ class Traced:
         return self.memory(layout, batch).reserved <= room
 
     def can_recompute(self, name: str) -> bool:
-        """Whether the module can be traced under a recompute policy; a remark where not."""
+        """Whether the module can be traced under a recompute policy; adds a remark where it cannot."""
         if name == "none":
             return True
         try:
@@ -323,7 +323,7 @@ class Traced:
         return rows(key, ((layout.micro_batch,),), beside)
 
     def _first_of_two(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
-        """Returns the ranks with one micro-batch, derived from a rehearsal of two, which the search needs as well."""
+        """Returns a `Model` of each rank with one micro-batch in flight, taken from its rehearsal with two."""
         return once(self._ranks, (key, sizes, beside, None), lambda: [
             replace(rank, small=cast(RankTrace, rank.small).of_one, large=cast(RankTrace, rank.large).of_one)
             for rank in self.ranks(replace(key, microbatches=2), sizes, beside)

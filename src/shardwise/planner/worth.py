@@ -46,7 +46,7 @@ class AskedJob:
 
 @dataclass(frozen=True)
 class JobCost:
-    """A job on a number of devices; `price` of a device for an hour, 0 where it was not given."""
+    """The cost of a job on `devices` devices under its best plan; `price` of a device-hour, 0: not given."""
 
     best: Proposal
     devices: int

@@ -45,7 +45,7 @@ def bounds(samples: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def samples_of(batch: Any, low: int, high: int) -> Any:
-    """Returns samples [low, high) of everything in a batch that has samples."""
+    """Returns the batch with samples [low, high) of every leaf that has samples."""
 
     def of(leaf: Any) -> Any:
         return leaf[low:high] if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim else leaf

@@ -74,7 +74,7 @@ class CheckedRandom(GlobalRandom):
                 self._tell(f"{name}'s generator begins two micro-batches alike")
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
-        """Returns the bits, each the hash of its element's place, or which of them are below `rate`."""
+        """Returns 53 random bits of each element, a hash of its place; with `rate`, whether below that share."""
         bits = super()._drawn(key, path, func, shape, device, like, None)
         whole = self.samples.count == self.samples.total and not any(self.paths.packed)
         if whole and not torch.equal(bits.cpu(), bits_of(key, shape)):

@@ -35,7 +35,7 @@ def steps(train: Any, samples: int | None, batch: int) -> int | None:
 
 
 def rate(optimizer: Any, batch: int) -> float:
-    """Returns what the learning rate is multiplied by for this batch, of samples or tokens."""
+    """Returns the factor on the learning rate for a batch of this size (`scale_lr`), in samples or tokens."""
     times = batch / (optimizer.base_batch or 1)
     return {"none": 1.0, "linear": times, "sqrt": times**0.5}[optimizer.scale_lr]
 

@@ -29,7 +29,7 @@ STEPS = 5
 
 @dataclass
 class FewSteps:
-    """Losses of them; of each weight its digest, and its values before and after them, in float64 (rank 0)."""
+    """A few steps' losses; of each weight its digest, and its values before and after them, in float64 (rank 0)."""
 
     losses: list[float] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) -> None:
-    """Put what the variants of every rank differ by into a proof: bits of split masters, and a note on codes."""
+    """Compare the variants' runs on every rank, into `parity`: bits of split masters, and a note on codes."""
     names = variants(plan)
     if plan.masters == "split":
         place = names.index(plan.with_(compile=False, optimizer_state="full"))

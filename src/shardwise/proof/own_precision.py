@@ -155,7 +155,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
 def _under_plan(
     parity: Parity, job: Any, plan: Plan, settings: Settings, rate: float, on_ranks: Callable[..., list[Any]]
 ) -> list[Narrow]:
-    """Returns what every rank measured under the plan; without `compile`, and with a note, where the model draws."""
+    """Returns every rank's `Narrow` under the plan; without `compile`, and with a note, where the model draws."""
     plan = plan.with_(optimizer_state="full")  # SGD keeps no state that could rest by a code
     try:
         ranks = on_ranks(narrow_rank, plan.world_size, job, plan, settings, rate)
@@ -232,7 +232,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
 
 
 def spoiling(loss: Callable[..., Any], now: Callable[[], bool]) -> Callable[..., Any]:
-    """Returns the loss, through which infinite gradients go back while `now()` is true."""
+    """Returns the loss function, whose backward gives infinite gradients while `now()` is true."""
 
     @wraps(loss)
     def spoilt(output: Any, *args: Any) -> Any:

@@ -78,7 +78,7 @@ class Watching:
             self.seen.weights, self.seen.averages = {}, {}
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the loss, through which infinite gradients go back in the step that is spoilt."""
+        """Returns the loss function, whose backward gives infinite gradients in the step that is spoilt."""
 
         return spoiling(loss, lambda: self._engine is not None and self._engine.steps_done == self.spoilt)
 

@@ -115,7 +115,7 @@ def verify(
 def _many(
     task: Any, resolved: Task, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float, say: Say
 ) -> Any:
-    """Returns the record of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan`."""
+    """Returns the `Record` of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan` as the ranks do."""
     from shardwise.engine.refused_modules import refuse
     from shardwise.proof.dtypes import first_differences
     from shardwise.proof.rank import run_rank
@@ -268,7 +268,7 @@ def _refuse_half(task: Task, settings: Any) -> None:
 
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
-    """Returns what to raise where the oracle fails: `InputError` if a plain PyTorch step fails on the batch too."""
+    """Returns the error to raise where the oracle fails: `InputError` if a plain PyTorch step fails too."""
     from shardwise.device import pick_device
     from shardwise.look.memory_limits import is_out_of_memory
     from shardwise.look.one_process import cured, failure_alone, reason

@@ -44,7 +44,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run that its configuration comes to.
+    """A run's settings, computed from its configuration.
 
     batch       samples of a global batch, where the task has data to be read
     accumulate  micro-batches of a step
@@ -88,7 +88,7 @@ class RunRecord:
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
-    """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
+    """Returns the `RunRecord` of the run in float64 in this process; `RefusedPlan` for an optimizer with a closure."""
     of_task = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, Settings(seed=settings.seed))

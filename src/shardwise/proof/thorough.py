@@ -50,7 +50,7 @@ class OddTask:
     extents: frozenset[int] = frozenset()
 
     def __call__(self) -> Task:
-        """Returns the task."""
+        """Returns the odd task."""
         task = resolve_task(self.task)
         return task if task.batch is None else task.with_(batch=_OddBatch(task.batch, self.grid, self.extents))
 

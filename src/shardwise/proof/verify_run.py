@@ -291,7 +291,7 @@ def prove_rank(job: Job) -> own_run.Watching | None:
 
 
 def _read(folder: Path) -> RunRecord:
-    """Returns what the run has written into its folder."""
+    """Returns the `RunRecord` in the files of a run's folder: numbers, weights, averages, the last checkpoint."""
     from safetensors.torch import load_file
 
     record = RunRecord()

@@ -35,7 +35,7 @@ class Visited(Order):
     batch: int = 1
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Returns the samples of the own order at the places that stand for [start, stop)."""
+        """Returns the source's samples, (stop - start,), at the places that stand for positions [start, stop)."""
         places = _places(self.starts, self.batch, start, stop)
         return np.concatenate([self._at(start + at, place) for at, place in enumerate(places)])
 
@@ -55,7 +55,7 @@ def starts_of(length: int, batch: int) -> tuple[int, ...]:
 
 
 def _places(starts: tuple[int, ...], batch: int, start: int, stop: int) -> list[int]:
-    """Returns the positions of the order that stand for positions of the proof."""
+    """Returns the positions in the source's order that stand for positions [start, stop) of the proof."""
     return [starts[min(p // batch, len(starts) - 1)] + p - min(p // batch, len(starts) - 1) * batch
             for p in range(start, stop)]  # fmt: skip
 

@@ -28,7 +28,7 @@ def has_agent() -> bool:
 
 
 def began() -> bool:
-    """Returns whether the ranks' group lies in a part of the agent's store that is this attempt's own."""
+    """Whether the ranks' process group uses a part of the agent's store that is this attempt's own."""
     return _agent is not None
 
 

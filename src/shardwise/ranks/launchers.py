@@ -193,7 +193,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
 
 
 def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
-    """Returns which launcher it is that gives torchrun's variables and some of its own; "" for torchrun."""
+    """Returns the name of a launcher that sets torchrun's variables and some of its own; "" for torchrun itself."""
     if any(name.startswith("ACCELERATE_") for name in environ):
         return "accelerate launch"
     return "deepspeed" if "CROSS_RANK" in environ and "LOCAL_SIZE" in environ else ""
@@ -216,7 +216,7 @@ def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
 
 
 def rank_without_size(environ: Mapping[str, str]) -> bool:
-    """Returns whether the environment is PMIx's alone: it names a rank, and not the number of ranks."""
+    """Whether the environment is PMIx's alone, which names a rank and not the number of ranks."""
     others = (*OPENMPI.size, *PMI.rank, *PMI.size, *SLURM.rank, *TORCHRUN[:2])
     return bool(environ.get("PMIX_RANK")) and not any(environ.get(name) for name in others)
 

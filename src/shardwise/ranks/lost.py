@@ -32,7 +32,7 @@ _ECHO = re.compile(
 
 
 def is_echo(text: str) -> bool:
-    """Returns whether a traceback, as text, tells that a peer had gone or never came."""
+    """Whether a traceback's text is of an error that a lost or missing peer causes."""
     return bool(_ECHO.search(text))
 
 

@@ -20,7 +20,7 @@ _KEY = "shardwise"
 
 
 def served(fd_text: str) -> bool:
-    """Returns whether PMI_FD is an open socket: a wrapper between mpirun and this process may have closed it."""
+    """Whether PMI_FD is an open socket: a wrapper between mpirun and this process may have closed it."""
     try:
         return stat.S_ISSOCK(os.fstat(int(fd_text)).st_mode)
     except (ValueError, OSError):

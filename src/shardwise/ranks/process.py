@@ -84,7 +84,7 @@ class RankProcess:
         return self._expect(READY, until)
 
     def wait_idle(self, until: float) -> bool:
-        """Returns True when the last job is cleaned away, False when the process is of no more use."""
+        """Wait until the process has cleaned up its last job; False where it has ended or `until` has passed."""
         return self._expect(IDLE, until)
 
     def _expect(self, word: bytes, until: float) -> bool:

@@ -220,7 +220,7 @@ def _clean() -> bool:
 
 
 def _is_crowded() -> bool:
-    """Returns whether groups that a job left still have their threads here, each of which slows every later job."""
+    """Whether threads of process groups that a job left still run here: each slows every later job."""
     try:
         return len(os.listdir("/proc/self/task")) > MOST_THREADS
     except OSError:  # not Linux

@@ -137,7 +137,7 @@ def _held_out(runs: Sequence[RunFiles]) -> str:
 
 
 def _speed(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns a chart for each unit that runs are counted in."""
+    """Returns a chart of speed, as HTML, for each unit that runs are counted in (samples, tokens)."""
     units = list(dict.fromkeys(run.unit for run in runs))
     series = [(at % COLOURS, run.name, run.column(f"{run.unit}_per_s")[1:]) for at, run in enumerate(runs)]
     pairs = list(zip(runs, series, strict=True))

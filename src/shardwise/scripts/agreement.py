@@ -51,7 +51,7 @@ def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> No
 
 
 def compare(engine: Engine, tally: Tally) -> None:
-    """Raise an error where this step would differ from one process. Sends nothing where the control row went to all.
+    """Raise where ranks' `tally.alike` differ in this step. Sends nothing where the control row went to all ranks.
 
     tally   of a step that is complete, with what `note` wrote
     """
@@ -79,7 +79,7 @@ def compare(engine: Engine, tally: Tally) -> None:
 
 
 def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
-    """Returns whether every rank of an axis has these tensors alike. Collective."""
+    """Whether these tensors are equal, to the bit, on every rank of an axis. Collective."""
     table = gather_rows(row_of([checksum_of([plain(tensor) for tensor in tensors])], device), data)
     return bool((table == table[0]).all())
 
@@ -107,7 +107,7 @@ def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """The place of a leaf in nested dicts and lists, as text."""
+    """Returns the place of a leaf in nested dicts and lists as text: "a.0.b"."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
@@ -190,7 +190,7 @@ class Meeting:
         atexit.register(say_ended)
 
     def steps(self, call: str) -> None:
-        """This rank comes to "step", or to a backward with a loss of this form; raises `RunError` as `passes` does.
+        """Note that this rank makes `call`: "step", or a backward with a loss of this form; raises as `passes` does.
 
         Nothing is sent: ranks of one host compare in shared memory.
         """

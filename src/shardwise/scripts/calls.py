@@ -109,7 +109,7 @@ class Calls(Loop):
 
     @property
     def in_forward(self) -> bool:
-        """Returns whether a module of the model runs."""
+        """Whether the model's forward runs now."""
         return self.inside > 0 or self.entries.depth > 0
 
     def _routes(self) -> bool:
@@ -277,7 +277,7 @@ class Calls(Loop):
         self.engine.state.phase.same = same_on_all(found, self.mesh.data, self.mesh.device)
 
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
-        """On the first batch: does each sample's output depend on that sample alone?"""
+        """Check on the first batch that each sample's output depends on that sample alone; raise where it does not."""
         self.suspend()
         samples, look = 0, ModelLook([], [])
         if self.dealt is not None:

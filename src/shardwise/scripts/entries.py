@@ -128,7 +128,7 @@ class ClassAttributes:
         self._made = {made: (kind, set(vars(made))) for made, kind in pairs.items()}
 
     def give_back(self) -> None:
-        """Move what was written since to the script's own classes."""
+        """Move attributes written since `changed` from the plan's classes to the script's own."""
         for made, (kind, before) in self._made.items():
             for name in [name for name in vars(made) if name not in before and not name.startswith("__")]:
                 setattr(kind, name, vars(made)[name])

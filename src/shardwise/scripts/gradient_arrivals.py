@@ -139,7 +139,7 @@ class Heard:
                 param.register_post_accumulate_grad_hook(weakly(self._arrives))
 
     def _arrives(self, param: torch.Tensor) -> None:
-        """Of its own backward, or of another model's behind it (a GAN's)."""
+        """Hook of a gradient at a parameter: sets `stray` where no backward of this model asked for it (a GAN's)."""
         self.stray |= not self.asked
 
     @names_line
@@ -155,7 +155,7 @@ class Heard:
             self.records()
 
     def records(self) -> None:
-        """Note that a later backward may go through what was recorded."""
+        """Note that a graph of gradients was recorded, through which a later backward may go."""
         for one in self.recorded:
             one.on = True
 
@@ -189,12 +189,12 @@ def techniques_of(engine: Engine | None) -> list[Any]:
 
 
 def share_uncut(engine: Engine) -> None:
-    """Give every rank the gradients of what zero=3 does not cut, as they now are. Collective."""
+    """Send every rank the present gradients of parameters that zero=3 does not cut. Collective."""
     for one in techniques_of(engine):
         if isinstance(one, FullShard):
             one.share_uncut()
 
 
 def buckets_of(engine: Engine) -> list[GradientBuckets]:
-    """Where gradients are gathered as backward makes them; FSDP2 has its own."""
+    """Returns the buckets in which an engine's gradients are gathered in backward; none of FSDP2, which has its own."""
     return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]

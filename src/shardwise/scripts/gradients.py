@@ -57,7 +57,7 @@ class Gradients:
 
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Returns the whole gradient. Collective, the first time in a step."""
+        """Returns the whole gradient of a parameter; None without one. Collective, the first time in a step."""
         self.make_whole()
         name = self._names.get(id(param))
         if name is None or (self._script.are_whole() is None and name not in self._seen):
@@ -143,7 +143,7 @@ class Gradients:
         return share.to(slot.master.dtype, copy=True) if held is None else held.copy_(share)
 
     def are_set(self) -> bool:
-        """Returns whether the script has set gradients in this step, as far as no backward has begun it."""
+        """Whether the script has set gradients by hand in a step that no backward has begun."""
         technique = self._state.technique
         if self.by_hand or isinstance(technique, FullShard):
             return self.by_hand

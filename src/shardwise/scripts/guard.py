@@ -82,7 +82,7 @@ class Gate:
 
 
 def mark_like(other: torch.Tensor, param: nn.Parameter) -> None:
-    """Give a tensor that stands for a parameter the attributes that the script put on that (`p.lr_scale`)."""
+    """Copy the attributes that the script put on a parameter (`p.lr_scale`) to `other`, which stands for it."""
     for name, value in vars(param).items():
         vars(other).setdefault(name, value)
 
@@ -164,7 +164,7 @@ _REPLACED = (
 
 
 class FirstSteps:
-    """Beside an optimizer's steps: `before` and `after` each."""
+    """Checks around an optimizer's first steps that ranks stay alike: `before` and `after` each step."""
 
     def __init__(self, engine: Engine) -> None:
         self._state, self._plan, self._steps = engine.state, engine.plan, 0  # that are done

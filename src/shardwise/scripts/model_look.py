@@ -183,7 +183,7 @@ def _hint(dim: int | None) -> str:
 
 @dataclass(frozen=True)
 class ModelLook:
-    """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt;
+    """What a look showed: batch norms to join; notices; of each output, the dim that counts samples, where learnt;
     whether some argument has them in another dim than the first; and of draws."""
 
     batch_norms: list[nn.Module]

@@ -52,7 +52,7 @@ class OverRanks(WeightAccess):
 
     @property
     def _apart(self) -> int:
-        """How many ranks' losses are of samples that others do not have."""
+        """Returns how many ranks have samples of their own for the loss: 1 where every rank has all of them."""
         return 1 if self._of_whole_batches else self.engine.data_ranks
 
     def _passes(self, what: str) -> None:
@@ -130,11 +130,11 @@ class OverRanks(WeightAccess):
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
     def _once(self) -> float:
-        """This rank's part of a total weight of 1; where every rank has the whole loss, an equal part."""
+        """Returns this rank's part of a total weight of 1; where every rank has the whole loss, an equal part."""
         return 1.0 if self._of_whole_batches else float(self.engine.mesh.data.index == 0)
 
     def _factor(self, form: str, over: torch.Tensor | float | None, part: Share | None) -> float:
-        """By which this rank's loss is a summand of the loss over all ranks. Collective for means over n."""
+        """Returns the factor that makes this rank's loss a summand of the loss over ranks. Collective for means."""
         if self._of_whole_batches or form in ("weight", "sum"):
             return 1.0
         if form == "mean_over":
@@ -175,7 +175,7 @@ def _is_number(value: Any) -> bool:
 
 
 def form_of(weight: object, mean_over: object, summed: bool) -> str:
-    """Returns how a loss is given; raises `InputError` where it is given in two ways."""
+    """Returns "weight", "mean_over", "sum" or "mean", by how a loss is given; `InputError` for two ways at once."""
     forms = [name for name, there in (("weight", weight is not None), ("mean_over", mean_over is not None),
                                       ("sum", summed)) if there]  # fmt: skip
     if len(forms) > 1:

@@ -237,7 +237,7 @@ class Prepared(Stepping):
             self._spread()
 
     def _take(self, optimizer: Optimizer) -> None:
-        """Know the names of an optimizer's parameters, and by a trial which pieces of them it bears."""
+        """Make `optimizer` the script's: note parameters' names, and by a trial on which pieces it can run."""
         optimizers.refuse_lost(optimizer)
         self.optimizer = optimizer
         self.all_names, self._groups, self._nature = self._known(optimizer.param_groups)
@@ -255,7 +255,7 @@ class Prepared(Stepping):
 
     @names_line
     def _add_group(self, group: dict[str, Any]) -> None:
-        """`optimizer.add_param_group`: of parameters that the plan has, whose pieces join those of the others."""
+        """Stands for `optimizer.add_param_group`, of parameters that the plan has: adds this rank's pieces of them."""
         optimizer, engine, given = self.optimizer, self._engine, group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
         group = {**optimizer.defaults, **group, "params": given}
@@ -280,7 +280,7 @@ class Prepared(Stepping):
         self._watch_pieces()
 
     def _adopt(self, engine: Engine, before: States) -> None:
-        """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
+        """Point the optimizer at this rank's pieces. `before`: its state so far, {name: state}. Collective."""
         plan, optimizer, state = self.plan, self.optimizer, engine.state
         state.owners = optimizers.adopt(
             optimizer, self._groups, self.all_names, engine, self._shapes, self._nature, whole=not holds_pieces(plan)
@@ -351,7 +351,7 @@ class Prepared(Stepping):
         self._notices.say(self.notices)
 
     def _made(self, args: tuple, kwargs: dict) -> Engine:
-        """The engine over the model, with the script's optimizer, for a call as rank 0's. Collective."""
+        """Returns the engine over the model, with the script's optimizer, its cuts by rank 0's call. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
         call = shared_call(args, kwargs, mesh.world, mesh.device) if waits_for_call(plan) else None
         dealt = self.calls.dealt if self.calls.whole is None else None

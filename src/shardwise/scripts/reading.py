@@ -229,7 +229,7 @@ def _lists_cut(tree: Any, share: Share, samples: int) -> Any:
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:
-    """How many samples a whole batch has, counted by that dim of its tensors; `InputError` where they differ."""
+    """Returns how many samples a batch has, by dim `dim` of its tensors; `InputError` where these differ."""
     return samples_in(_plain(batch, dim))
 
 

@@ -352,7 +352,7 @@ class SampleDraws(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Active while a call runs that may draw."""
+    """Dispatch mode around a call that may draw: sends its operations through `SampleDraws.operation`."""
 
     def __init__(self, draws: SampleDraws) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:
-    """The tensor with `total` samples along `at`, its own from `low` on.
+    """Returns a tensor with `total` samples along `at`: those of `tensor` from `low` on, copies of its first elsewhere.
 
     Its dims lie in memory in the order of the tensor's, in which numbers are drawn into it.
     """
@@ -384,7 +384,7 @@ def _shape_of(given: dict, sized: set[str]) -> tuple[int, ...]:
 
 
 def _named_arguments(func: Any, args: tuple, kwargs: dict) -> dict:
-    """The arguments of an operation by their names."""
+    """Returns {name: argument} of an operation's call."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 

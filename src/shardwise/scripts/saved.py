@@ -97,7 +97,7 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
 
 
 def _has_schedule(fields: Any) -> bool:
-    """Returns whether a scheduler's state is among the fields, or within one of them."""
+    """Whether a learning-rate scheduler's state is among the fields, or within one of them."""
     return isinstance(fields, dict) and ("last_epoch" in fields or any(map(_has_schedule, fields.values())))
 
 

@@ -78,7 +78,7 @@ class Handed:
         return self.traced and not (self.spent or self.met)
 
     def fits(self, call: Any) -> bool:
-        """Returns whether a tensor that a forward is given has as many rows as this rank has samples of it."""
+        """Whether a tensor among a forward's arguments has as many rows as this rank has samples of this batch."""
         dim, samples = self.dim or 0, self.dealt.local.count
         return any(tensor.dim() > dim and tensor.shape[dim] == samples for tensor in tensors_of(call))
 
@@ -137,7 +137,7 @@ class Loop(Heard, Events):
         self._comes_to("input")
 
     def begin_epoch(self) -> None:
-        """Count an epoch whose first batch is asked for: an iterator that is never begun has no end either."""
+        """Count an epoch, when its first batch is asked for: an iterator that is never used never ends."""
         if self._over:  # batches of it that were looked at are not waited for
             self._now = None
             self._ahead.clear()
@@ -146,7 +146,7 @@ class Loop(Heard, Events):
         self._open_epochs += 1
 
     def begin_unfed(self) -> None:
-        """Begin without a loader: what the script makes its batches of is drawn alike on every rank. Collective."""
+        """Seed all ranks alike for a script without a loader, so that it draws equal batches. Collective."""
         self.unfed = True
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
@@ -165,7 +165,7 @@ class Loop(Heard, Events):
         self._begin(Handed(self._last, call, self._of_whole(total), 0, 0))
 
     def _of_whole(self, total: int) -> Dealt:
-        """Which of a whole batch's samples this rank's forward takes."""
+        """Returns the `Dealt` of this rank's forward, of a batch of `total` samples that every rank has."""
         spreads = self.whole is not None and self.whole.spreads
         return deal(total, *((self.mesh.data.size, self.mesh.data.index) if spreads else (1, 0)))
 
@@ -331,7 +331,7 @@ class Loop(Heard, Events):
         return sorted(waiting, key=lambda batch: not batch.own)
 
     def _left_waiting(self) -> list[Handed]:
-        """Returns the batches that a later one was trained on before: `for a, b in zip(...)` with b's step first."""
+        """Returns unused batches that the script skipped for a later one: `for a, b in zip(...)`, b's step first."""
         return [one for one in self._handed if one is not self._now and one.awaits and one.lives]
 
     def drawn_for(self, part: Share, fits: Callable[[int], bool], given: Any) -> Share | None:

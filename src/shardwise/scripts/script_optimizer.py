@@ -69,7 +69,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings."""
+    """Returns a new optimizer of the same class and settings over these groups."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}

@@ -94,7 +94,7 @@ class ScriptWeights:
                 param.__class__ = self.kind(nn.Parameter, ParameterUse(gradient, values))
 
     def kind(self, base: type, use: ParameterUse) -> type:
-        """Returns the class of parameters of this use."""
+        """Returns the subclass of `base` for parameters of this use, made once."""
         if use == ParameterUse():
             return base
         if (base, use) not in self._kinds:
@@ -102,7 +102,7 @@ class ScriptWeights:
         return self._kinds[base, use]
 
     def retire(self, left: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Let parameters that the model had before the plan put others in their place answer as those: a script may
+        """Let parameters that the plan replaced, each beside its successor, answer as those: a script may
         have kept them in a list.
         """
         once = {id(param): (param, successor) for param, successor in left}  # a tied one has several names
@@ -149,7 +149,7 @@ class ScriptWeights:
             self._gradients.set(param, value)
 
     def _passes_gradient(self, use: str) -> bool:
-        """Whether it is not the script's own code that asks for a gradient; FSDP swaps parameters in a forward."""
+        """Whether torch answers `param.grad` itself: the engine reads, or the model runs (FSDP swaps parameters)."""
         return self.gate.is_open or (use != "never" and self._runs())
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -237,7 +237,7 @@ def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights])
 
         @staticmethod
         def answers_as_complex() -> bool:
-            """Whether it is the script's own code that asks now."""
+            """Whether the script's own code reads the parameter now, so that complex numbers are shown as such."""
             weights = weights_ref()
             return weights is not None and weights.is_asked
 
@@ -262,7 +262,7 @@ class OptimizerGuard:
         self._masters: list[nn.Parameter] = []
 
     def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
-        """Guard from here on what an optimizer holds beside the model's own parameters; `state`: its state too."""
+        """Guard an optimizer's pieces from the script's reads, from here on; `state`: its state too."""
         if state and not isinstance(optimizer.state, StateOfPieces):
             optimizer.state = StateOfPieces(self._gate, optimizer.state)
         own = {id(param) for param in model.parameters()}
@@ -272,7 +272,7 @@ class OptimizerGuard:
             master.__class__ = self._kind
 
     def leave(self) -> None:
-        """Stop guarding: the optimizer or the engine goes to work, or whole tensors take the pieces' place."""
+        """Stop guarding the pieces: the optimizer or the engine uses them now, or whole tensors take their place."""
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
@@ -354,7 +354,7 @@ def assign(trained: tuple[FullShard, int] | None, of_unit: Any, param: DTensor, 
 
 
 def _take_up(of_unit: Any) -> None:
-    """Let FSDP take up a shard's other memory, also while the script has it under another name (pruning)."""
+    """Make FSDP use a shard's new memory, also while the script has it under another name (pruning)."""
     within, leaf = of_unit._module_info.module._parameters, of_unit._module_info.param_name
     stands, within[leaf] = leaf in within, of_unit.sharded_param
     of_unit.reset_sharded_param()

@@ -149,7 +149,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 
 def total_of(output: Any) -> torch.Tensor:
-    """Returns one number made of every floating-point output, in place of the script's loss where cuts are tried."""
+    """Returns a scalar made of every floating-point output, in place of the script's loss where cuts are tried."""
     floats = [t for t in tensors_of(output) if t.is_floating_point()]
     if not floats:
         raise InputError(
@@ -173,7 +173,7 @@ Call = tuple[tuple, dict[str, Any]]
 
 
 class Named:
-    """A model's call as one dict of its arguments by the names of its forward, and back."""
+    """Converts a model's (args, kwargs) into one dict by the names of its forward's arguments, and back."""
 
     def __init__(self, model: nn.Module):
         kinds = inspect.Parameter

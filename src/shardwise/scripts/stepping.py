@@ -55,7 +55,7 @@ class Stepping(OverRanks):
     @property
     @abstractmethod
     def notices(self) -> list[str]:
-        """Notices about this run, in words, for whoever reads the script's output."""
+        """Returns notices about this run, as sentences for whoever reads the script's output."""
 
     def _begin(self) -> None:
         """Start a step: sums of losses, weights and counts are zero."""
@@ -202,7 +202,7 @@ class Stepping(OverRanks):
         return torch.tensor(self.grad_norm, dtype=torch.float64)
 
     def are_whole(self) -> bool | None:
-        """Returns whether this step's gradients are those of all ranks; None where none came yet."""
+        """Returns whether this step's gradients are summed over ranks by now; None where no backward has come yet."""
         return None if self._tally is None else self._finished
 
     @property
@@ -401,7 +401,7 @@ class Stepping(OverRanks):
             self._whole_weights.forget_gradients()
 
     def _forget(self) -> None:
-        """Start over, with no gradients."""
+        """Begin a new step, without gradients, sums or a result."""
         with self._gate.open():
             self.engine.technique.start_step()
             self._whole_gradients.forget()

@@ -121,7 +121,7 @@ class WeightAccess(ABC):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Context: the engine reads weights, as the script has written them."""
+        """Context: the engine may read the script's weights; what the script wrote into them is taken over first."""
         if self.whole_is_open:  # what ranks hold is what it was before
             raise InputError("weights or state are saved within prepared.whole(): save after the end of the with block")
         self.settle()
@@ -130,14 +130,14 @@ class WeightAccess(ABC):
             yield
 
     def meet_with(self, what: str, given: Any) -> None:
-        """Wait until every rank makes this call; raises where some do not, or give it other values."""
+        """Wait until every rank makes the call `what`; raises where some do not, or `given` differs between ranks."""
         if self.meeting is not None:
             self.meeting.enter(what)
             with self._gate.open(), self._state_gate.open():
                 same_given(what, given, self.mesh.world, self.mesh.device)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
-        """Whole weights and buffers into the model, on every rank; `model.load_state_dict(state)` calls this."""
+        """Load whole weights and buffers, alike on every rank; returns missing and unexpected keys. Collective."""
         return self._load("", state, strict)
 
     @names_line
@@ -161,7 +161,7 @@ class WeightAccess(ABC):
 
     @names_line
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Whole values, in the order of `model.parameters()`, for an average or a look: changing them has no effect.
+        """Yields whole values in the order of `model.parameters()`, for an average or a look; changes have no effect.
 
         Collective: every rank goes through all of them. One is whole at a time.
         """
@@ -179,12 +179,12 @@ class WeightAccess(ABC):
             yield whole
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """The model's buffers, as `model.buffers()` gives them."""
+        """Yields the model's buffers, as `model.buffers()` does."""
         return self.model.buffers()
 
     @names_line
     def save_weights(self, path: str | Path) -> None:
-        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
+        """Write whole weights and buffers as one safetensors file, by rank 0. Collective."""
         self.meet("save_weights(...)")
         with self._reading():
             weights_out.save_weights(self.engine.state, path)
@@ -210,7 +210,7 @@ class WeightAccess(ABC):
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Context: the optimizer finds its own pieces in its groups."""
+        """Context: the optimizer's groups hold its own pieces, without a guard."""
         if self._engine is not None:
             self._optimizer_guard.leave()
         with self._gate.open():
@@ -223,7 +223,7 @@ class WeightAccess(ABC):
             self.engine.technique.written = True
 
     def _take_written(self) -> None:
-        """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
+        """Copy what the script wrote into the model's weights into the optimizer's own tensors (masters)."""
         if self._engine is None or self._whole_weights is None:  # masters are the model's own parameters
             return
         technique, owners = self._engine.technique, self._engine.state.owners

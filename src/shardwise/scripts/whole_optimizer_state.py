@@ -203,7 +203,7 @@ def _piece_of(
 
 
 def share_of(state: RankState, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """Returns what tp and ep leave this rank of a whole tensor of the parameter `name`."""
+    """Returns this rank's share, over tp and ep, of a whole tensor shaped as the parameter `name`."""
     value_of: Any = lambda _: whole  # noqa: E731
     value_of = value_of if state.tensor is None else state.tensor.local_values(value_of)
     value_of = value_of if state.experts is None else state.experts.local_values(value_of)

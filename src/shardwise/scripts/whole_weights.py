@@ -135,7 +135,7 @@ class WholeWeights:
     # --- functions of torch
 
     def outside(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of pieces for the script's own code, while `whole()` is closed; raises `RefusedPlan`."""
+        """Returns what `func` gives for pieces in the script's code outside of `whole()`; or raises `RefusedPlan`."""
         if self.is_open:  # pieces that the script took up outside
             args, kwargs = replaced(torch.Tensor, self._standing_for, (args, kwargs))
             return func(*args, **kwargs)
@@ -155,7 +155,7 @@ class WholeWeights:
         return self._computed(func, args, kwargs)
 
     def _computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of whole weights; raises where it gives the script a view, which would be of a copy."""
+        """Returns `func` of whole weights in place of pieces; `RefusedPlan` for a view, which would be of a copy."""
         self._script.meet("a weight that is read outside of its unit's forward")
         copies = set[int]()
 
@@ -186,7 +186,7 @@ class WholeWeights:
         return with_summed_gradient(whole, (*beside, *self._script.mesh.inner))
 
     def taken(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns `torch.autograd.grad` within a backward by pieces, which a unit that ran again there has gathered."""
+        """Returns what `torch.autograd.grad` does, inside a backward for pieces that a unit run again has gathered."""
         alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
         pieces = [inputs] if alone else list(inputs)
         units = [self._in_units.get(id(piece)) for piece in pieces]
@@ -282,7 +282,7 @@ class WholeWeights:
         self._empty()
 
     def forget_gradients(self) -> None:
-        """Note that there are none any more (`zero_grad`)."""
+        """Forget the whole gradients that were handed out (`zero_grad`)."""
         self._gradients = {}
         for standing in self._standing.values():
             _GRAD.__set__(standing, None)

@@ -139,7 +139,7 @@ class RankTrace(StepTrace):
 
     @property
     def of_one(self) -> RankTrace:
-        """Returns this trace as it is for a row of a single micro-batch."""
+        """Returns this trace with the peak of a row of a single micro-batch."""
         return replace(self, peak=self.first, tops=self.first_tops)
 
 

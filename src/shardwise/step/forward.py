@@ -182,7 +182,7 @@ def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any],
 
 
 def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
-    """Returns an error that says which index of an embedding failed, where, in which table; else None."""
+    """Returns an error that names an embedding's index beyond its table, and the module; None for another error."""
     table, lookup, frame = "", None, error.__traceback__
     while frame is not None:
         names = frame.tb_frame.f_locals

@@ -16,7 +16,7 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Hooks:
-    """Context managers around parts of a step; a part without any costs nothing."""
+    """Context managers around parts of a step ("micro_batch", "reduce", "update"); a part without any costs nothing."""
 
     def __init__(self) -> None:
         self._around: dict[str, list[MakeContext]] = {part: [] for part in get_args(Part)}

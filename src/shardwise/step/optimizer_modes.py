@@ -50,7 +50,7 @@ def during(context: AbstractContextManager[None], items: Iterable[T]) -> Iterato
 
 @contextmanager
 def evaluation_weights(state: RankState) -> Iterator[None]:
-    """Context: the weights are those that the optimizer evaluates, where it has a mode. Collective."""
+    """Context: the optimizer's `eval()` weights (its averages) are in place, where it has such a mode. Collective."""
     optimizer: Any = state.optimizer
     if not has_mode(optimizer):
         yield

@@ -49,7 +49,7 @@ def choose_owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def share_owners(sizes: Mapping[int, int], groups: Sequence[int], ranks: int) -> dict[int, int]:
-    """Returns the rank of tp that puts each cut weight together.
+    """Returns {index of a cut weight: tp rank that puts it together}, balanced by elements within each group.
 
     sizes   of the whole weights, by index
     groups  which rank of dp_shard each weight, cut or not, belongs to: its ranks of tp share the weights among them
@@ -112,7 +112,7 @@ class _Exchange:
         return wholes
 
     def hand_out(self, wholes: Mapping[int, torch.Tensor], used: set[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (index, this rank's piece) of what its owner has now; some are empty. Collective."""
+        """Yields (index, this rank's piece) of whole tensors as their owners have them; some are empty. Collective."""
         ranks, me = self.axis.size, self.axis.index
         mine = self.owned_by(me, used)
         sent = (self.take(i, wholes[i].detach(), rank) for rank in range(ranks) for i in mine)
@@ -187,7 +187,7 @@ class OwnedMasters:
         return mine and (self._tensor is None or self.share_owner_of.get(index) in (None, self._tensor.axis.index))
 
     def _share_shape(self, index: int, whole: torch.Size) -> torch.Size:
-        """Returns the shape of what tp leaves this rank of a parameter."""
+        """Returns the shape of this rank's tp share of a parameter of shape `whole`."""
         if self._tensor is None or index not in self._cut:
             return whole
         return self._tensor.share(self._names[index], torch.empty(whole, device="meta")).shape

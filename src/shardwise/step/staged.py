@@ -54,7 +54,7 @@ class StagedForward(Forward):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the last stage is here."""
+        """Whether this rank has the last stage, which computes the loss."""
         return self.last_owner == self.axis.index
 
     def stage(

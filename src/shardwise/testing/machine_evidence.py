@@ -128,7 +128,7 @@ def _messages(pool: RankPool, ranks: int) -> EvidenceRow:
 
 
 def large_messages() -> list[str]:
-    """Returns the names of what arrived wrong on this rank. Collective."""
+    """Returns the names of collectives whose results on large tensors are wrong on this rank. Collective."""
     device, me, ranks = current_device(), dist.get_rank(), dist.get_world_size()
     axis = Axis("world", ranks, me, dist.group.WORLD, tuple(range(ranks)))
     count = LARGE_BYTES // 4 // ranks * ranks

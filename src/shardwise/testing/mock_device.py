@@ -49,7 +49,7 @@ _installed: list[Any] = []  # what torch must not find collected
 
 
 class _Module:
-    """`torch.mock`: what libraries ask of `torch.cuda`."""
+    """Stands for `torch.mock`, the module of the device type, with the functions that libraries use of `torch.cuda`."""
 
     Stream, Event = MockStream, MockEvent
     _initialized = True  # which torch's checkpoint asks before it keeps the device's generator

@@ -148,7 +148,7 @@ class Traffic:
         self.own = self.current = MockStream()
 
     def copied(self, way: str, source: torch.Tensor, *, waits: bool) -> None:
-        """Count a copy."""
+        """Count a copy over the link; `way` is "to device" or "to host"."""
         size = source.numel() * source.element_size()
         self.bytes[way] += size
         self.beside += size if way == "to device" and self.current is not self.own else 0

@@ -63,7 +63,7 @@ class PlayedOrder:
 
     @property
     def runs(self) -> bool:
-        """Returns whether every operation ends."""
+        """Whether every operation ends and none differs between ranks."""
         return not self.circle and not self.unlike
 
     def text(self) -> str:
@@ -175,7 +175,7 @@ def _alike(entry: Issued) -> tuple[object, ...]:
 
 
 def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
-    """Play until nothing moves; returns the circle of what is left, () where all has ended."""
+    """Play all units until none can run; returns the circle of operations that wait, () where all have ended."""
     begun: dict[Key, set[int]] = defaultdict(set)  # ranks whose part of it runs
     holders: dict[Key, list[tuple[int, int]]] = defaultdict(list)
     missing = [[len(unit.after) for unit in own] for own in units]

@@ -55,7 +55,7 @@ def _renumbered(hosts: list[str]) -> list[str]:
 
 
 def gather_moved(moved: bool) -> bool:
-    """Returns whether any rank has another number than its launcher gave it. Collective."""
+    """Whether any rank has another number than its launcher gave it (`moved`: this one). Collective."""
     return any(gather_json(moved, everybody(), torch.device("cpu")))
 
 

@@ -136,7 +136,7 @@ class _Attempts:
     # --- whether to go on, and how
 
     def why_not(self, entry: dict[str, Any], error: RunError) -> str:
-        """Returns why the run is not started again; "" where it is."""
+        """Returns why the run is not started again after this attempt; "" where it is."""
         if getattr(error, "retry", None) is False:
             return "starting again would come to the same place"
         before = self.entries[-1] if self.entries else None
@@ -225,7 +225,7 @@ class _Attempts:
 
 
 def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
-    """Returns `_identity` of a run's checkpoints that are newer than the one to go on from."""
+    """Returns the `_identity` of each of a run's checkpoints that is newer than the one to resume from."""
     if resume is None or place(resume).parent.absolute() != home.absolute():
         return set()
     first = int(manifest.read(place(resume)).fields["step"])

@@ -120,7 +120,7 @@ OF_OTHERS = {
 
 @dataclass(frozen=True)
 class Cause:
-    """Which of `CAUSES`, and the facts in its sentence. foreign: the script sets up its ranks by itself."""
+    """One cause: its key in `CAUSES`, and the facts in that sentence. foreign: the script sets up its own ranks."""
 
     name: str
     facts: tuple[object, ...]
@@ -152,7 +152,7 @@ class Difference:
 
 
 def cause_of(sides: Difference) -> Cause | None:
-    """Returns the likely cause, None where nothing fits."""
+    """Returns the likely cause of a difference between the sides; None where nothing fits."""
     likely = _of_records(sides)
     return likely and replace(likely, foreign=sides.foreign)
 

@@ -203,7 +203,7 @@ def judge(
 
 
 def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
-    """What `state_dict()` and `save_weights` give at the end."""
+    """Compare what `state_dict()` and `save_weights` give at the end, into `parity`."""
     for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
         label = f"model {number + 1}: " if len(one.final) > 1 else ""
         if mine and theirs and mine.keys() != theirs.keys():

@@ -25,7 +25,7 @@ class RankSide:
         self.number = recorder.add(prepared, named, trained)
 
     def apart(self, prepared: OverRanks, loss: torch.Tensor) -> None:
-        """A backward begins: what this rank's loss alone asks of whole weights, where the proof looks for a cause."""
+        """Record the gradient of this rank's loss alone, as a backward begins, where the proof looks for a cause."""
         if not self.recorder.job.apart or prepared.engine.state.tensor is not None:
             return
         named = [(name, param) for name, param in prepared.model.named_parameters() if param.requires_grad]
@@ -64,7 +64,7 @@ class RankSide:
 
 
 def side_of(prepared: OverRanks, loader: Any, recorder: ScriptRecorder | None) -> RankSide | None:
-    """Returns what records a model that is being prepared, whose loader becomes short; None outside of a proof."""
+    """Returns the recorder of a model that is being prepared, whose loader it shortens; None outside of a proof."""
     if recorder is None:
         return None
     shortened(loader, recorder)

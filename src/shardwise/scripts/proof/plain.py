@@ -62,7 +62,7 @@ class PlainLoader:
             self._recorder.epoch_ends(uneven=samples < most)
 
     def _takes(self, batch: Any) -> int:
-        """Returns the samples of a batch that is handed out, 0 where its tensors do not tell."""
+        """Returns how many samples a batch has, and notes them; 0 where its tensors do not tell."""
         try:
             samples = samples_of(batch, self._dim)
         except InputError:
@@ -109,7 +109,7 @@ class Plain:
         mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool | None = False,
         summed: bool = False, loader: PlainLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """`loss.backward()`; returns the loss that ranks are told."""
+        """Run `loss.backward()`; returns the micro-batch's loss as ranks are told it."""
         self._recorder.may_go_on()
         refuse_call(loss, options)
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
@@ -223,7 +223,7 @@ class Plain:
             self._recorder.met("an evaluation")
 
     def _hook(self, optimizer: Optimizer) -> None:
-        """Record the optimizer's steps."""
+        """Have each step of the optimizer recorded."""
         self._recorder.raise_eps(optimizer)
         inner, plain = optimizer.step, self
 

@@ -65,7 +65,7 @@ class StepRecord:
 
 @dataclass
 class ScriptRecord:
-    """All that one process of a script did, to be sent to the proof."""
+    """The record of one process of a script: its steps, weights before and after them, notices; sent to the proof."""
 
     steps: list[StepRecord] = field(default_factory=list)
     initial: list[Tensors] = field(default_factory=list)  # by model: parameters and buffers as they were prepared
@@ -87,7 +87,7 @@ class ScriptRecord:
     names: list[dict[str, str]] = field(default_factory=list)  # by optimizer: of "parameter 3", in what was prepared
 
     def rename(self, names: list[dict[str, str]]) -> None:
-        """Give parameters that are known by their places in optimizers the names that models have for them."""
+        """Rename parameters that were recorded by their place in an optimizer to their names in a model."""
 
         def of(number: int, text: str) -> str:
             known = names[number] if number < len(names) else {}
@@ -191,7 +191,7 @@ class ScriptRecorder:
             raise Enough
 
     def loss(self, model: int, value: float, form: str) -> None:
-        """A backward of a model: its loss over all samples, and how it was called."""
+        """Record a backward of a model: its loss over all samples, and how it was called ("mean", "weight", ...)."""
         step = self._coming[model]
         step.losses.append(value)
         step.forms.add(form)
@@ -204,7 +204,7 @@ class ScriptRecorder:
 
     @torch.no_grad()
     def before(self, model: int, gradients: Named) -> None:
-        """An optimizer's step begins, with these whole gradients."""
+        """Record whole gradients, (name, tensor or None), as an optimizer's step begins."""
         step, self._coming[model] = self._coming[model], StepRecord(model)
         for name, gradient in gradients:
             self._note(model, f"the gradient of {name}", gradient)
@@ -220,7 +220,7 @@ class ScriptRecorder:
     @torch.no_grad()
     def after(self, model: int, parameters: Named, buffers: Named, states: Iterable[tuple[str, Any]],
               groups: list[dict[str, Any]]) -> None:  # fmt: skip
-        """The step is over."""
+        """Record a model's whole parameters and buffers, and its optimizer's states and settings, after a step."""
         step = self.record.steps[-1]
         for into, named in ((step.parameters, parameters), (step.buffers, buffers)):
             for name, tensor in named:
@@ -239,11 +239,11 @@ class ScriptRecorder:
         self._stood = standing()
 
     def called(self, content: float) -> None:
-        """A model was called with tensors of this sum of numbers, where nothing tells of batches."""
+        """Record a model's call by the content of its arguments (`content_of`), where nothing tells of batches."""
         self._since.content += content
 
     def epoch_ends(self, *, uneven: bool) -> None:
-        """A loop over the loader has had its last batch; `uneven`: which had fewer samples than those before."""
+        """Note that a loop over the loader has had its last batch; `uneven`: that had fewer samples than others."""
         self._ended_epochs += 1
         self.met("an epoch's end")
         if uneven:
@@ -320,7 +320,7 @@ BLOCKS = 256
 
 
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns float64 on the CPU: a copy of a small tensor in its shape, else `BLOCKS` sums of signed elements."""
+    """Returns a float64 copy of a small tensor on the CPU; of a larger one `BLOCKS` sums of its elements with signs."""
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values.to_dense()

@@ -92,7 +92,7 @@ class Scratch:
         return self._save(obj, f, *args, **options)
 
     def _before_write(self, path: str, *, keeps: bool) -> None:
-        """Put a file of the script's own in the place of a link; `keeps`: with what the user's holds."""
+        """Replace a link by a file of the script's own before it is written; `keeps`: with the user's content."""
         self._refuse_outside(path)
         link = Path(path)
         if not link.is_symlink() or not self._is_inside(link):

@@ -74,7 +74,7 @@ class TorchHooks:
     # --- what torch tells
 
     def _called(self, module: nn.Module, args: tuple) -> None:
-        """A module is called; the outermost ones name parameters."""
+        """Hook before a module's forward: note the outermost modules, after which parameters are named."""
         if any(module is root for root in self._roots):
             return
         held = {id(param) for param in module.parameters()}
@@ -175,12 +175,12 @@ class TorchHooks:
         return of_roots + [(names.get(id(param), f"parameter {place}"), param) for place, param in beside]
 
     def _roots_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        """Returns the roots of which the optimizer trains a parameter; all of them where there is none."""
+        """Returns the outermost modules of which the optimizer trains a parameter; all where it trains none's."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [root for root in self._roots if any(id(param) in held for param in root.parameters())] or self._roots
 
     def _of_roots(self, optimizer: Optimizer, kind: str) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
+        """Returns (name, whole tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
         roots = self._roots_of(optimizer)
         names = self._names(roots, kind)
         tensors = {id(tensor): tensor for root in roots for _, tensor in getattr(root, f"named_{kind}")()}

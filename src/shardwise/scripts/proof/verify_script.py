@@ -165,7 +165,7 @@ def verify_script(
 
 
 def _noted(path: str, plan: Plan | None, parity: Parity, record: ScriptRecord) -> Parity:
-    """Returns the proof, which is noted beside the script where it is of a plan."""
+    """Returns `parity` itself; the proof of a plan is noted in a file beside the script."""
     if plan is not None:
         receipts.write(path, plan, parity, len(record.steps), record.files)
     return parity
@@ -245,7 +245,7 @@ def _refuse_not_finite(first: ScriptRecord) -> None:
 
 
 def _against(first: ScriptRecord, other: ScriptRecord) -> Parity:
-    """Returns how one process compares with the first."""
+    """Returns the `Parity` of another run of one process (`other`) with the first."""
     parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
     judge(parity, first, other, [other], foreign=False)
     return parity
@@ -406,7 +406,7 @@ def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[Scrip
 def _cures(
     runs: _Runs, asked: ScriptJob, plan: Plan, single: ScriptRecord
 ) -> Callable[[str], bool]:  # fmt: skip
-    """Returns what runs the ranks with another loss_scope: whether they are equal to `single` then."""
+    """Returns a function loss_scope -> whether ranks that run with it equal one process (`single`)."""
 
     def run(scope: str) -> bool:
         job = replace(asked, plain=False, scope=scope)
