@@ -58,14 +58,14 @@ def write_folder(weights: Path, target: Path, key: str | None = None) -> list[Pa
 
 
 def is_foreign(path: Path) -> bool:
-    """Returns whether this is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
+    """Whether `path` is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
     if path.is_dir():
         return (path / METADATA).is_file()
     return path.is_file() and begins_as_pickle(path)
 
 
 def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a state dict by name, on the CPU.
+    """Returns {name: tensor on the CPU} of the state dict in a pickled file or folder.
 
     key   where the state dict lies in what was saved, such as "model"; None: it is all of it, or the only one in it
 

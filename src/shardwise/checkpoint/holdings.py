@@ -130,7 +130,7 @@ def optimized(engine: Engine) -> dict[int, tuple[str, Piece, torch.Tensor]]:
 
 
 def weights(engine: Engine) -> Iterator[Holding]:
-    """Yields masters, frozen parameters and buffers."""
+    """Yields a `Holding` of each master, frozen parameter and buffer of which this rank has elements."""
     for name, (piece, master) in trained(engine).items():
         yield Holding(f"model/{name}", piece, master)
     for name, param in engine.module.named_parameters():

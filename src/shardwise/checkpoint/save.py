@@ -251,7 +251,7 @@ class Saver:
 
     @property
     def _mark(self) -> str:
-        """Returns the name of a file that rank 0 makes for a moment, for others to see."""
+        """Returns the name of a file by which rank 0 shows for a moment that all ranks see one folder."""
         return f"meeting-{self.token}"
 
     def _not_shared(self) -> str:

@@ -315,7 +315,7 @@ class Unused(NamedTuple):
 
 
 def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
-    """Returns the keys that this configuration would not use, and why. `set_keys`: the keys that were set."""
+    """Returns {key that this configuration does not use: why}. `set_keys`: the keys that were set."""
     by_task = _task_without_effect(config.task.name)
     if not config.task.files:
         by_task.setdefault("task.tokenizer", "task.files is not set")

@@ -66,7 +66,7 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
 
 
 def located(item: Given) -> Given:
-    """Returns a value with its paths made absolute, relative to the file that holds them; `~` is the home folder."""
+    """Returns a `Given` whose paths are absolute, from the folder of the file that has them; `~` is the home folder."""
     if isinstance(item.value, str):
         item = item._replace(value=at_home(item.value))
     elif isinstance(item.value, list):

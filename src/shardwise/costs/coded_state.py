@@ -20,7 +20,7 @@ SUBGROUP_BYTES, SUBGROUPS = 64 << 20, 8  # as tiers/subgroups
 
 
 def resting(states: States, layout: Layout, coded: float | None = None) -> States:
-    """Returns bytes for a parameter as its state rests.
+    """Returns `states` with the bytes of a parameter's state as it rests: coded, where the layout has codes.
 
     coded  elements of state that a code takes; None: Adam's two, which are all of it
     """

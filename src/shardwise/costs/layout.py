@@ -115,12 +115,12 @@ class Layout:
 
     @property
     def gradient_ranks(self) -> int:
-        """Returns ranks that hold equal weights and sum their gradients."""
+        """Returns how many ranks hold equal weights and sum their gradients."""
         return self.replicas * self.shard_ranks
 
     @cached_property
     def split_sequence(self) -> int:
-        """Returns ranks over which a sample's positions are dealt."""
+        """Returns over how many ranks a sequence's positions are dealt."""
         return self.cp * self.ulysses * math.prod(degree for _, degree in self.others)
 
     @cached_property

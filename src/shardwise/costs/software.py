@@ -190,7 +190,7 @@ class Software:
 
     @property
     def bits(self) -> int:
-        """Returns the bits of an element that the layers' products read."""
+        """Returns how many bits an element has that the layers' products read: 16, 8 (FP8) or 4 (FP4)."""
         return FP8[self.fp8].bits if self.fp8 else 16
 
     @property

@@ -159,7 +159,7 @@ class BlendOrder(Order):
         return source, number
 
     def _samples(self, index: int, length: int, numbers: np.ndarray) -> np.ndarray:
-        """Returns the source's own order; its positions within a read are consecutive."""
+        """Returns the samples of source `index` at these numbers of its own order, over epochs."""
         own = Order(length, seed=hash_of(self.seed, self.names[index]), shuffle=self.shuffle)
         low = int(numbers.min())
         return own.indices(low, int(numbers.max()) + 1)[numbers - low]

@@ -89,7 +89,7 @@ def _along(cuts: Sequence[Sequence[Any]]) -> Along:
 
 
 def _ends(positions: Positions) -> list[tuple[int, ...]]:
-    """Returns the places on the axes of the first rank and of the last."""
+    """Returns the indices on each axis of the first rank and of the last."""
     return [tuple(0 for _ in positions.axes), tuple(axis.size - 1 for axis in positions.axes)]
 
 

@@ -55,7 +55,7 @@ class Nature:
 
     @property
     def needs(self) -> int:
-        """Returns a number that is larger where an update needs more of the parameters."""
+        """Returns 0 for an elementwise update, 1 per tensor, 2 joint: larger for what needs more of the parameters."""
         return KINDS.index(self.kind)
 
 

@@ -37,7 +37,7 @@ class Deadlines:
     save_s: float = 1800.0
 
     def of(self, phase: str) -> float:
-        """Returns how many seconds a rank may do nothing in this phase; 0: for ever."""
+        """Returns for how many seconds a rank may show no progress in this phase; 0: without limit."""
         return float(getattr(self, f"{_deadline(phase)}_s"))
 
 

@@ -65,7 +65,7 @@ def record() -> RankRecord | None:
 
 
 def listen_as_asked() -> None:
-    """Take the listener that the environment names, or none."""
+    """Install the listener that the environment names, or none."""
     wished = os.environ.get(VARIABLE)
     _Here.listener = None
     if wished:

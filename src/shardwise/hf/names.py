@@ -79,7 +79,7 @@ def as_on_disk(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def is_renamed(model: Any) -> bool:
-    """Returns whether names or tensors on disk are others than in the model."""
+    """Whether transformers stores the model under other names, or tensors cut otherwise, than it has."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))

@@ -51,7 +51,7 @@ class Weights:
             self._matched(model, recipes_of(model, self.checkpoint))
 
     def __call__(self, name: str) -> None:
-        """None for every parameter: the constructor writes the folder's."""
+        """Returns None for every parameter, as `Task.weights` may: the constructor writes the folder's values."""
 
     def __reduce__(self) -> tuple:
         return Weights, (self.folder, self.config, None, self.new)

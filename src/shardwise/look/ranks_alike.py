@@ -54,7 +54,7 @@ class HeldAlike:
             self.check(gather_rows(put(self.row(), self._mesh.device), self._mesh.world).cpu(), step)
 
     def row(self) -> list[float]:
-        """Returns four numbers, which `check` takes of all ranks."""
+        """Returns [place, checksum] of weights, then of buffers: this rank's row of the table that `check` takes."""
         weights, buffers = _checksum(self._weights()), _checksum(self._buffers())
         return [float(number) for number in (self._weights_place, weights, self._buffers_place, buffers)]
 

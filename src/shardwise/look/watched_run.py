@@ -68,7 +68,7 @@ class Runner:
         self._reached: Reached | None = None  # by the code: the same at each run, which finds all put back
 
     def __call__(self, batch: Any, level: float = 0.5):
-        """Returns (loss, random calls, buffers and written parameters by name, as the forward left them).
+        """Returns (loss, random calls, {name: tensor} of buffers and written parameters as the forward left them).
 
         level  the uniform number, in [0, 1), of which every draw is made
         """

@@ -203,7 +203,7 @@ class Features:
         return self.fixed + sum(factor * part for factor, part in zip(factors, self.kinds, strict=True))
 
     def works(self, factors: Sequence[float], call_us: float = 0.0, cut_us: float = 0.0) -> float:
-        """Returns the seconds of work, of which ranks wait for a share."""
+        """Returns the seconds of a rank's work in a step, of which others wait for a share."""
         ops = self.work * self.bare(factors) / self.bare([1.0] * len(KINDS))
         return ops + 1e-6 * (self.work_call * call_us + self.work_cut * cut_us)
 

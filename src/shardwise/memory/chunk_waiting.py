@@ -48,7 +48,7 @@ class ChunkCounts:
 
 
 class _Here(threading.local):
-    """This thread's waiting calls; backward, which may compute a block again, runs in threads of its own.
+    """This thread's `Chunks` and waiting calls; backward, which may run a block again, has threads of its own.
 
     pending  calls whose results wait
     """

@@ -102,7 +102,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the gated feed-forward network (SwiGLU)."""
+    """One block: attention, then the gated feed-forward network (SwiGLU), each with a residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

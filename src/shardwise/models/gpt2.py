@@ -60,7 +60,7 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention, then a feed-forward network four times as wide."""
+    """One block: attention, then a feed-forward network four times as wide, each with a residual."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """x (T, H), experts (T, k) and weights (T, k) -> (T, H)."""
+    """Routed experts: x (T, H), experts (T, k) and weights (T, k) -> (T, H)."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """images (B, C, H, W) -> (B, C_out, H, W), any height and width"""
+    """A 2-D U-Net: images (B, C, H, W) -> (B, C_out, H, W), of any height and width."""
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()

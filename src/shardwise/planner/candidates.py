@@ -68,7 +68,7 @@ class Constraints:
         return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
     def applied(self, layout: Layout) -> Layout:
-        """Returns the layout with the fixed values of keys that the search does not vary (`SWITCHES`)."""
+        """Returns the layout with the user's fixed values of keys that the search does not vary (`SWITCHES`)."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
         if not values:
             return layout
@@ -108,7 +108,7 @@ def divisors(n: int) -> list[int]:
 
 @cache
 def micro_batches(samples: int, most: int | None = None) -> list[int]:
-    """Returns sizes of micro-batch to try, ascending, for a rank of `samples` samples a step, all at once included."""
+    """Returns sizes of micro-batch to try, ascending, up to all `samples` of a rank's step at once."""
     powers = samples > FEW
     sizes = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
     return [d for d in sizes if most is None or d <= most]

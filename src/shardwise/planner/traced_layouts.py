@@ -246,7 +246,7 @@ class TracedLayouts:
 
     @cached_property
     def has_sequence(self) -> bool:
-        """Whether two ranks could share a sequence of the task's samples; a remark where not."""
+        """Whether two ranks could share a sequence of the task's samples; adds a remark where they could not."""
         try:
             return self.traced.analysis.positions(Plan(cp=2, precision=self.traced.precision)) is not None
         except (RefusedPlan, InputError) as refused:

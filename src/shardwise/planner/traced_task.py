@@ -135,7 +135,7 @@ class Traced:
         return other
 
     def draws(self, layout: Layout, batch: int) -> tuple[float, float] | None:
-        """Returns seconds of a step of replicas (with randomness="global", with "fast"), or None.
+        """Returns seconds of a step of replicas, (with randomness="global", with "fast"), or None.
 
         None on a CPU, and where the module draws nothing.
         """

@@ -93,7 +93,7 @@ def _key(name: str) -> str:
 
 
 def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
-    """Returns the largest size of a finite element."""
+    """Returns the largest absolute value of a finite element of these tensors; 0.0 without any."""
     finite = (t[torch.isfinite(t)].abs() for t in tensors if t is not None)
     return max((float(sizes.max()) for sizes in finite if sizes.numel()), default=0.0)
 

@@ -195,7 +195,7 @@ def _or_wider(dtypes: set[str]) -> set[str]:
 
 
 def _first(what: str, seen: Named, allowed: set[str]) -> str:
-    """Returns a sentence on the first that has another dtype, "" where none has."""
+    """Returns a sentence on the first entry of `seen` with a dtype outside of `allowed`; "" without one."""
     sentences = (_unlike(f"{what} '{name}'", dtypes, allowed) for name, dtypes in seen.items())
     return next((sentence for sentence in sentences if sentence), "")
 

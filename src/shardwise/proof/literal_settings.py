@@ -86,7 +86,7 @@ def _is_adapted(layer: Any) -> bool:
 
 
 def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
-    """Returns the paths of the layers that `[lora] targets` name: ends of paths, part by part."""
+    """Returns the paths of the layers whose last parts a pattern of `[lora] targets` names."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     paths, inside = set(), tuple(f"{path}." for path, layer in model.named_modules() if _is_adapted(layer))
     for path, layer in model.named_modules():

@@ -78,7 +78,7 @@ class Parity:
 
     @property
     def equal(self) -> bool:
-        """Returns whether everything compared is within its bar."""
+        """Whether everything compared is within its bar, and nothing else differs."""
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
         errors = [("loss", "", self.loss_error), ("norm", "", self.norm_error or 0.0)]

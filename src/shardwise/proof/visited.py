@@ -90,7 +90,7 @@ def _blended(blend: Blend, seed: int, place: int) -> int:
 
 @lru_cache(maxsize=16)
 def _cells(seed: int, block: int) -> list[int]:
-    """Returns the cells of a block in their shuffled order."""
+    """Returns the places of a blend's block in their shuffled order."""
     return [shuffled(BLOCK, f"order/{seed}/{block}", cell) for cell in range(BLOCK)]
 
 

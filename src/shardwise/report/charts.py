@@ -14,7 +14,7 @@ Points = list[tuple[float, float]]
 
 
 def thinned(points: Points) -> Points:
-    """Returns at most `POINTS` means of neighbours."""
+    """Returns at most `POINTS` points, each the mean of neighbouring ones."""
     if len(points) <= POINTS:
         return points
     means = []

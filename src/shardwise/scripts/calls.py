@@ -264,7 +264,7 @@ class Calls(Loop):
         return output
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
-        """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.
+        """Let batch norm count samples once that every rank has (a GAN's fixed noise). Collective.
 
         In a loop it is asked where the arguments hold another number of samples than this rank's part.
         """

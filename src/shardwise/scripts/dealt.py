@@ -61,7 +61,7 @@ class Dealer:
         self._most = 0  # samples of a batch
 
     def deal(self, total: int) -> Dealt:
-        """Returns how the next batch is dealt; the same on every rank."""
+        """Returns this rank's `Dealt` of the next batch, of `total` samples; each rank is dealt by the same rule."""
         few = self.ranks > 1 and 2 <= total < 2 * self.ranks
         several = few and total < self._most and not self._beside()
         self._most = max(self._most, total)

@@ -174,7 +174,7 @@ class FirstSteps:
         self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
 
     def before(self) -> None:
-        """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
+        """Called before a step, with gradients complete: raises `InputError` for parameters that are not the plan's."""
         if self._alike.is_due(self._steps + 1):
             self._check_places()
 
@@ -189,7 +189,8 @@ class FirstSteps:
 
     @torch.no_grad()
     def after(self) -> None:
-        """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
+        """Called after a step, with weights published: compares ranks in some steps. Collective then; raises where they
+        differ."""
         self._steps += 1
         self._state.notices += not_trained(self._state.module) if self._steps == 1 else []
         if self._alike.is_due(self._steps):

@@ -230,7 +230,7 @@ class Places:
         return self.samples is not None and not self.dim
 
     def of(self, leaf: Any) -> int | None:
-        """Returns the dim that counts samples; None where none does."""
+        """Returns the dim of a leaf that counts samples; None where none does."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
         if self.samples is None:

@@ -296,21 +296,21 @@ class Events:
         return self
 
     def before_epoch(self) -> None:
-        """The script asks for an iterator: what the loader draws now is alike on every rank."""
+        """Called when the script asks for an iterator: what the loader draws now must be alike on every rank."""
         self.pauses()
 
     def begin_epoch(self) -> None:
-        """The script asks for an epoch's first batch."""
+        """Called when the script asks for an epoch's first batch."""
 
     def goes_beside(self) -> bool:
         """Whether each sample is to be held once where there are enough: scripts count held-out ones by len(batch)."""
         return True
 
     def before_first(self, look: list[float], checksum: int) -> None:
-        """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
+        """Called before the first batch of all. `look`: a few numbers of a sample that every rank read."""
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None, *, own: bool = False) -> None:
-        """A batch is handed out; `checksum` is equal on ranks that have parts of the same samples.
+        """Called before each batch is handed out. `checksum`: equal on ranks that have parts of the same samples.
 
         dim     of its tensors that counts the samples, where known
         own     the script has made it by itself
@@ -319,13 +319,13 @@ class Events:
         self.local, self.ran, self.since = dealt.local, True, True
 
     def after_batch(self) -> None:
-        """The script asks for the next batch."""
+        """Called when the script asks for the next batch."""
 
     def after_all(self) -> None:
-        """The script asks for a batch beyond the last one, which every rank does."""
+        """Called when the script asks for a batch beyond the last one, which every rank does."""
 
     def after_epoch(self) -> None:
-        """The script's loop over the loader has ended, or was left by `break`."""
+        """Called when the script's loop over the loader has ended, or was left by `break`."""
         self.local = None
 
 

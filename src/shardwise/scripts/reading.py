@@ -55,7 +55,7 @@ def from_workers(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class Unfit(Exception):
-    """Batches cannot be read in this way; the message says why."""
+    """Raised where batches cannot be read in the way that is tried; the message says why."""
 
 
 class Fetched(NamedTuple):

@@ -182,7 +182,7 @@ class Loop(Heard, Events):
             self._meeting.passes(what)
 
     def _comes_to(self, point: str) -> None:
-        """A point of the script's step, for the rank's record and for faults on purpose."""
+        """Note a point of the script's step in the rank's record, where tests inject faults too."""
         engine = self.engine
         reach(point, 0 if engine is None else engine.steps_done, None if engine is None else engine.state)
 

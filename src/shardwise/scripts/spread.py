@@ -60,7 +60,7 @@ def wait_for_call(model: nn.Module, spread: Spread) -> None:
 
 
 def refuse_transform() -> None:
-    """Raise `RefusedPlan` within a transform of torch.func: its tensors have no memory that others could be sent."""
+    """Raise `RefusedPlan` inside a transform of torch.func, whose tensors have no memory that could be sent."""
     if transforming():
         raise RefusedPlan(
             "the model is called inside a transform of torch.func (vmap, grad, jacrev, ...), where ranks cannot meet, "
@@ -220,7 +220,7 @@ class Door:
         self._cuts = {name: cuts for name, cuts in zip(positions.names, positions.cuts, strict=True) if cuts}
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, str]:
-        """Returns (the call with this rank's shares, a notice); tensors with too few positions stay whole."""
+        """Returns ((args, kwargs) with this rank's shares, a notice or ""); tensors of too few positions stay whole."""
         paths, spec = tree_flatten_with_path(self._named.of(args, kwargs))
         leaves = [self._share(name_of(path), leaf) for path, leaf in paths]
         notice = ""

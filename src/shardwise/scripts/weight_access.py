@@ -199,7 +199,7 @@ class WeightAccess(ABC):
     # --- what the script does to the optimizer's pieces
 
     def _watch_pieces(self) -> None:
-        """The script's own code runs, on weights that are up to date."""
+        """Begin to watch for the script's writes into pieces, as its own code runs again on published weights."""
         engine = self._engine
         if engine is None:
             return

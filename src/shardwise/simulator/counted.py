@@ -183,7 +183,7 @@ class Model:
 
     @property
     def trained(self) -> int:
-        """Returns the elements of trained weights, which alone have gradients and are gathered after an update."""
+        """Returns the number of elements of trained weights, which alone have gradients."""
         return sum(size * count for size, count in self.small.sizes.items())
 
     def linear(self, first: float, second: float, samples: float) -> float:

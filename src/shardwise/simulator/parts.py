@@ -51,7 +51,7 @@ class StageTimes:
 
     @property
     def seconds(self) -> float:
-        """Returns seconds of forward and backward, weights' part included."""
+        """Returns the seconds of forward and of backward, gradients of inputs and of weights."""
         return self.forward + self.backward + self.weight
 
 

@@ -82,7 +82,7 @@ class Tally:
 
     @property
     def reached(self) -> set[int]:
-        """Returns indices of the parameters that backward reached in any micro-batch."""
+        """Returns the indices of the parameters that backward reached in any micro-batch."""
         return set().union(*self.used)
 
     def fingerprint(self) -> float:
@@ -107,7 +107,7 @@ class Agreement:
 
 
 class PendingRow:
-    """A row on its way to every data rank; `answer` waits for theirs."""
+    """A control row that is being gathered; `answer` waits for all data ranks' rows."""
 
     def __init__(self, tally: Tally, square_norm: torch.Tensor | float, axis: Axis):
         self.names = sorted(tally.extras)

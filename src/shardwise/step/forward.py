@@ -253,7 +253,7 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 class _Uncounted(torch.autograd.Function):
-    """Function of value 0 and gradient 1: another rank counts the sum, and its gradient is needed here too."""
+    """Identity in backward, 0 in forward: another rank counts the loss, whose gradient is needed here too."""
 
     @staticmethod
     def forward(ctx, total: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def has_mode(optimizer: Optimizer | None) -> bool:
-    """Whether an optimizer is switched between training and evaluation."""
+    """Whether an optimizer has `train()` and `eval()`, as schedule-free ones have."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
@@ -43,7 +43,7 @@ def switch(state: RankState, change: Callable[[], Any]) -> Any:
 
 
 def during(context: AbstractContextManager[None], items: Iterable[T]) -> Iterator[T]:
-    """Yields the items, all of them made within the context."""
+    """Yields the items, which are computed one by one inside the context."""
     with context:
         yield from items
 

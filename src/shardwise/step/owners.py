@@ -86,7 +86,7 @@ class _Exchange:
         return self.take(index, torch.empty(self.shapes[index], device="meta"), rank).shape
 
     def _size(self, index: int, rank: int) -> int:
-        """Returns how many real numbers the rank's piece has."""
+        """Returns how many real numbers `rank`'s piece of a tensor has."""
         return self._shape(index, rank).numel() * (2 if self.kinds[index].is_complex else 1)
 
     def _shaped(self, index: int, numbers: torch.Tensor, rank: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ class OwnedMasters:
         self, technique: PieceSlots, names: list[str], shapes: list[torch.Size], shard: Axis | None,
         tensor: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """Take up the masters that `technique` has now. Collective.
+        """Gather the technique's present masters to their owners. Collective.
 
         names   of the technique's parameters; shapes: of the whole ones
         shard   where ranks hold pieces of them, the axis of these ranks

@@ -182,7 +182,7 @@ class _Rank:
         return summary
 
     def _as_written(self) -> None:
-        """Reads the losses that an earlier attempt wrote, which did every step and was lost at the end."""
+        """Read losses from the records of an earlier attempt, which did every step and was lost at the end."""
         lines = (self.job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         for record in map(json.loads, lines):
             self.losses += [record["loss"]] if "loss" in record else []

@@ -111,7 +111,7 @@ def _from_config(config: Any) -> list[Given]:
 
 
 def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
-    """Returns keywords as values: a section's dict, a dotted key, or a field of [train]."""
+    """Returns a `Given` for each keyword of `train`: a section's dict, a dotted key, or a field of [train]."""
     nested: dict[str, Any] = {}
     for key, value in overrides.items():
         in_train = key in TrainSection.model_fields and key not in Config.model_fields

@@ -342,7 +342,7 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
 
 
 def _tried(cures: Callable[[str], bool]) -> str:
-    """Returns the loss_scope with which the script is equal, as advice."""
+    """Returns advice: the loss_scope with which the script equals one process, or that there is none."""
     scope = next(filter(cures, SCOPES), None)
     if scope is None:
         return NO_SCOPE
@@ -418,7 +418,7 @@ def _parts(backwards: list[Tensors], one_by_one: bool) -> list[Tensors]:
 
 
 def _unlike(mine: Tensors, theirs: Tensors) -> list[str]:
-    """Returns the names of tensors that both have, and not alike."""
+    """Returns the names of tensors that both have with different values."""
     pairs = ((name, tensor, theirs.get(name)) for name, tensor in mine.items())
     return [name for name, a, b in pairs if a is not None and b is not None and not torch.equal(a, b)]
 

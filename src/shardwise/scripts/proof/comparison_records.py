@@ -62,7 +62,7 @@ def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
 
 
 def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, foreign: bool = False) -> Record:
-    """Returns the first `steps` steps. Tensors of models that did not step are as they were before."""
+    """Returns the first `steps` steps of a script as the `Record` of a proof; models that did not step keep theirs."""
     several = len(script.initial) > 1
     record = Record(states_known=script.states_known, notices=list(script.notices))
     record.trained = {_named(number, name, several) for number, names in enumerate(script.trained) for name in names}
@@ -224,7 +224,7 @@ def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> s
 
 
 def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
-    """Modules that the script names beside its models (a teacher, an average of weights), on every rank."""
+    """Compare modules that the script has beside its models (a teacher, an average of weights), on every rank."""
     for rank, record in enumerate(ranks):
         for name in one.beside.keys() & record.beside.keys():
             if error := _beyond(parity, record.beside[name], one.beside[name]):

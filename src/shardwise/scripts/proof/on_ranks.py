@@ -44,7 +44,7 @@ class RankSide:
             self.recorder.before(self.number, named)
 
     def after(self, prepared: OverRanks) -> None:
-        """The step is over, and the weights are published."""
+        """Record whole weights, buffers and states after a step, once weights are published. Collective."""
         engine = prepared.engine
         with prepared._reading():
             parameters = list(engine.used_parameters())

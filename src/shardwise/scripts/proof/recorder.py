@@ -164,7 +164,7 @@ class ScriptRecorder:
         return plan.with_(accumulate=accumulate).exact("fp64" if self.job.exact else "fp32")
 
     def add(self, prepared: Any, named: Named, trained: set[str]) -> int:
-        """Begin with a model that was prepared; returns its number."""
+        """Begin to record a prepared model, with its initial tensors; returns its number, from 0."""
         self.models.append(prepared)
         initial: Tensors = {}
         for name, tensor in named:
@@ -233,7 +233,7 @@ class ScriptRecorder:
     # --- what is told of batches
 
     def batch(self, samples: int, content: float) -> None:
-        """A batch was handed out: samples of all ranks, and the sum of the numbers of this rank's."""
+        """Record that a batch was handed out: its samples over all ranks, and the content of this rank's part."""
         self._since.samples.append(samples)
         self._since.content += content
         self._stood = standing()

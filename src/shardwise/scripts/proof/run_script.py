@@ -173,7 +173,7 @@ def _in_double() -> Iterator[None]:
 
 
 class WideDouble(KeepDouble):
-    """As `KeepDouble`, and numbers that are drawn or made in a narrow dtype are wide too."""
+    """Mode that keeps float64 against casts, as `KeepDouble`, and widens numbers drawn or made in a narrow dtype."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -71,7 +71,7 @@ class Scratch:
     # --- what the script writes
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
-        """Python is about to open, remove or move something."""
+        """Audit hook: copies a linked file before Python writes, removes or moves it; refuses files outside."""
         if not self._active:
             return
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):

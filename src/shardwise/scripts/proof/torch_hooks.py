@@ -96,7 +96,7 @@ class TorchHooks:
             self._recorder.called(content_of((args, kwargs)))
 
     def _asks(self, param: int, gradient: torch.Tensor) -> None:
-        """A backward asks this of a parameter, on this rank alone."""
+        """Record the gradient that a backward gives a parameter, on this rank alone. `param`: its id."""
         if self._asked:
             before = self._asked[-1].get(param)
             mine = sketch(gradient)
