@@ -124,7 +124,7 @@ def _exact(number: Any) -> Any:
 
 def plain_node(value: Any) -> Node:
     """Returns the node of a value without tensors of more than one element; `NoJson` for anything else."""
-    if isinstance(value, float):
+    if isinstance(value, float):  # in hexadecimal, which keeps every bit
         return ["float", value.hex()]
     if value is None or isinstance(value, bool | int | str):
         return ["plain", value]
@@ -135,7 +135,7 @@ def plain_node(value: Any) -> Node:
     if isinstance(value, dict):  # JSON would make text of its numbers
         pairs = [[plain_node(name), plain_node(item)] for name, item in value.items()]
         return ["counter" if isinstance(value, Counter) else "pairs", pairs]
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic):  # read back as a Python number
         return plain_node(value.item())
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return ["number", dtype_code("option", value.dtype), _exact(value.item()), list(value.shape), "any"]

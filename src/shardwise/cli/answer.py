@@ -252,7 +252,7 @@ def quiet_stdout(active: bool) -> Iterator[None]:
     sys.stdout.flush()
     try:
         number = sys.stdout.fileno()
-    except (io.UnsupportedOperation, AttributeError):
+    except (io.UnsupportedOperation, AttributeError):  # a stdout of Python alone, as a notebook's
         number = None
     kept = os.dup(number) if number is not None else None
     try:

@@ -82,7 +82,7 @@ def run(
             )  # fmt: skip
     except ShardwiseError as error:
         trace = getattr(error, "remote_traceback", "")
-        if not trace:
+        if not trace:  # no rank raised: a hang, whose stacks go first so that its cause is read last
             stacks, message = stacks_first(str(error))
             if stacks:
                 click.echo(stacks, err=True)

@@ -131,7 +131,7 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
     """Returns (checked sections or None, notes, values without those that a stronger source made idle)."""
     config = _parse(items, problems)
     notes: list[str] = []
-    while config is not None and (idle := _overruled(config, items)):
+    while config is not None and (idle := _overruled(config, items)):  # without these, others may be idle too
         notes += idle.values()
         items = [item for item in items if item.key not in idle]
         config = _parse(items, problems)

@@ -54,7 +54,7 @@ def stage_parameters(
     """
     t = layout.tp
     s = shape
-    if last and s.ahead:
+    if last and s.ahead:  # layers that predict tokens further ahead, behind the last layer
         parameters = stage_parameters(s.with_(ahead=0), layout, layers + s.ahead, first=first, last=last, dense=dense)
         return parameters | {"dense": parameters["dense"] + s.ahead * s.joined_parameters / t}
     if dense:

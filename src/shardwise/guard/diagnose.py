@@ -193,7 +193,7 @@ class RankWatch:
             if rank in ended or not limit or now - seen.moved <= limit:
                 continue
             absent = missing_of(seen, ranks) if seen.waits_key else []
-            if any(other in ended for other in absent):
+            if any(other in ended for other in absent):  # whom it waits for is done, and will not come
                 return self._never_finding(ranks, ended, [rank], {rank: absent})
             if not absent:  # else it waits for somebody, who is judged
                 late.append((bool(seen.waits_key), seen.moved, rank))

@@ -218,7 +218,7 @@ class _Look:
         findings, seen, sizes, dtype = self.findings, self.seen, self.sizes, self.dtype
         if self.share([] if finite(of_whole, first, second) else ["not finite"]):
             findings.notices.append("the loss on the first samples is not finite: not checked to add up")
-        elif self.joined is None:
+        elif self.joined is None:  # otherwise the loss is declared not to add up over samples
             self.problems += self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
         elif self.strict:
             joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]

@@ -181,7 +181,7 @@ def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
     """Returns the rows as a `Waiting` tensor, chunks cut along the longest dim; of (B * S, H), along B or S."""
     base = rows._base if rows.dim() == 2 else None
     if base is None or base.dim() < 3 or base.shape[-1] != rows.shape[-1] or base.numel() != rows.numel():
-        base = rows
+        base = rows  # no view of (batch, sequence, hidden): cut as it is
     dim = max(range(base.dim() - 1), key=lambda d: (base.shape[d], d))
     # some chunks would be empty
     if base.shape[dim] < chunks.count:

@@ -220,6 +220,7 @@ def _schedules(
         return
     asked = constraints.value("stages_per_rank")
     for name, kind in KINDS.items():
+        # a recomputed block would run twice in a split backward; some schedules run only where the user names them
         if (kind.split and recompute != "none") or not (kind.searched or name == constraints.value("schedule")):
             continue
         several = CHUNKS if kind.placed == "around" else (kind.stages_per_rank,)

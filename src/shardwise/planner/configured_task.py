@@ -243,7 +243,7 @@ def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
         notes.append(
             f"{path}: no size of images is given there or in preprocessor_config.json: {IMAGE} x {IMAGE} taken"
         )
-    if isinstance(size, dict):
+    if isinstance(size, dict):  # {"height": 224, "width": 224}, or {"shortest_edge": 224}
         size = [size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))]
     height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
     return (channels if isinstance(channels, int) else 3), int(height), int(width)

@@ -249,10 +249,10 @@ def _look(
             looked.considered += 1
             name = family(layout)
             needed = subject.memory(layout).reserved + CONTEXT_BYTES
-            if name not in looked.tightest or needed < looked.tightest[name][0]:
+            if name not in looked.tightest or needed < looked.tightest[name][0]:  # by how much a family misses
                 looked.tightest[name] = (needed, layout)
             room = subject.room(layout) if needed <= capacity and layout.offload != "none" else Room()
-            if room.lacks:
+            if room.lacks:  # it fits on the device; its offloaded state does not fit on the host or disk
                 looked.crowded = _nearer(looked.crowded, (room, layout))
             elif needed <= capacity:
                 seconds = subject.estimate(layout)

@@ -77,7 +77,7 @@ class TracedLayouts:
                     fastest = min(fastest, seconds)
 
         yield from noted(self._lean(own, constraints, self._can_hold))
-        if fastest == inf and cuts:
+        if fastest == inf and cuts:  # nothing fits as it is: the same with chunks of a sample's positions
             yield from noted(self._cut_within(self._chunked(own, world, constraints), constraints))
         yield from noted(self._cut_within(self._positions(world, constraints) if cuts else [], constraints))
         yield from noted(self._cut_within(self._waiting_less(best, constraints), constraints))

@@ -47,7 +47,7 @@ def differences(task: Task, module: nn.Module) -> list[str]:
     for name, value in values.items():
         if value.shape != first[name].shape or not value.is_floating_point() or value.layout != torch.strided:
             continue
-        if torch.equal(first[name], second[name]):
+        if torch.equal(first[name], second[name]):  # under two seeds: a constant, and not drawn
             if not torch.allclose(value, first[name], rtol=1e-5, atol=1e-7, equal_nan=True):
                 told.append(f"'{name}' does not begin with the constant that its constructor gives it")
         else:

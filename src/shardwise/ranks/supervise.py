@@ -103,7 +103,7 @@ def watch(
         wait(handles, left)
         for rank in [rank for rank in pending if _ended(rank, pending[rank], outcome, notice)]:
             del pending[rank]
-        if outcome.failures:
+        if outcome.failures:  # the others may fail by themselves, and say more, or wait for the one that has gone
             soon = outcome.failures[0].at + grace_s
             limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
     if records is not None and pending and not outcome.failures:

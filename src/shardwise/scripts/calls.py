@@ -289,7 +289,7 @@ class Calls(Loop):
             if not self.on_every_rank:
                 own = (self._own, self.entries.now or self.model) if self._own is not None else None
                 look = look_at_model(engine, args, kwargs, samples, self._dim, self._gate, own, check=self._check)
-            elif isinstance(engine.state.technique, FullShard):
+            elif isinstance(engine.state.technique, FullShard):  # every rank has all samples: only writes could be lost
                 refuse_writes(engine.module, args, kwargs, self._gate)
             phase.looked_at = False
         for module in look.batch_norms:

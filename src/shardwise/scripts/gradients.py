@@ -124,6 +124,7 @@ class Gradients:
             state.technique.take_uncut()
         for name, value in self._seen.items():
             index = state.names.index(name)
+            # a gradient of None keeps the parameter out of the step, as in one process
             (state.used.discard if value is None else state.used.add)(index)
             share = None if value is None else share_of(state, name, value.detach().as_subclass(torch.Tensor))
             for slot in state.technique.slots:

@@ -103,6 +103,7 @@ class OverRanks(WeightAccess):
             )
         told = gather_rows(row_of([float(part.count)], self.mesh.device), self.mesh.data)
         counts = tuple(int(count) for count in read(told.view(-1), "samples of each rank"))
+        # a rank without samples ran on a stand-in, whose row is not of the batch
         return gather_samples(rows[: part.count].contiguous(), counts, self.mesh.data, "control")
 
     def _counted(self, values: tuple[Any, ...]) -> list[Any]:
@@ -155,7 +156,7 @@ class OverRanks(WeightAccess):
             )
         self._form = form
         if form != "weight":
-            return self._once() if self._micro == 0 else 0.0
+            return self._once() if self._micro == 0 else 0.0  # the step's weight of 1 comes with its first micro-batch
         if stands_in or weight is None:
             return 0.0
         return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)

@@ -214,6 +214,7 @@ class Loop(Heard, Events):
         self._now, handed.spent, handed.met, self._drawn_like = handed, False, False, None
         self._gone_to = self._gone_to if handed.own else handed.number
         self.other.since = False
+        # batches that the script has passed over are not waited for
         while self._ahead and self._ahead[0].number <= handed.number:
             self._ahead.popleft()
         dealt, dim = handed.dealt, handed.dim
@@ -239,7 +240,7 @@ class Loop(Heard, Events):
         others = (
             self._over or self._ahead or self._drawn_like or any(one is not now and one.lives for one in self._handed)
         )
-        if now is not None and not others:
+        if now is not None and not others:  # only one batch is there: nothing to look up
             now.met = True
             return
         storages = {_storage(tensor) for tensor in tensors_of(call)}
@@ -247,7 +248,7 @@ class Loop(Heard, Events):
         handed = next(known, self._drawn_like)
         if handed is None:
             handed = self._first_that_fits(call, trains=trains)
-        if handed is None and trains and self._over and now is not None and now.spent:
+        if handed is None and trains and self._over and now is not None and now.spent:  # trained on after its loop
             handed = self._expected()
         again = handed is now and now is not None and now.spent and trains and self._over
         beside = now is not None and now.awaits and handed is not None and (handed.spent or not trains)
@@ -341,12 +342,13 @@ class Loop(Heard, Events):
         batches = (self._now, *self._ahead, *self._handed)
         like = next((batch for batch in batches if batch is not None and storages and batch.is_in(storages)), None)
         if like is not None:
+            # a forward of these numbers, which lie in no batch, is then of that batch
             self._drawn_like = None if like is self._now else like
             return like.dealt.local
         if self._over and not (self._ahead or (self._now is not None and self._now.awaits)):
             return None
         waiting = self._waiting()
-        if len({batch.dealt for batch in waiting}) > 1:
+        if len({batch.dealt for batch in waiting}) > 1:  # of other sizes: only one that has as many samples
             waiting = [batch for batch in waiting if fits(batch.dealt.local.count)]
         return waiting[0].dealt.local if waiting else part
 

@@ -352,7 +352,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 def _crosses(func: Any, args: tuple, kwargs: dict, out: Any) -> None:
     """Count the bytes that an operation moves over the link, and waits; a copy to the host that may, arrives later."""
     stream = TRAFFIC.current
-    if func is aten._local_scalar_dense.default:
+    if func is aten._local_scalar_dense.default:  # `.item()`
         stream.synchronize()
     if func is aten._to_copy.default:
         goal, source, later = out, args[0], kwargs.get("non_blocking", False)

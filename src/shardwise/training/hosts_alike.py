@@ -113,7 +113,7 @@ def check_folder(job: Job, device: torch.device) -> None:
     where: Path = job.folder
     if config.checkpoint_folder is not None:
         elsewhere = place(config.checkpoint_folder)
-        if is_remote(elsewhere):
+        if is_remote(elsewhere):  # a store that every host reaches by its address
             return
         where = Path(elsewhere)
         where.mkdir(parents=True, exist_ok=True)

@@ -265,6 +265,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
         shares, rest = _fit(locals_, expected)
         if rest <= NEAR:
             break
+    # one process's gradient is a sum of ranks' own: which sum did the optimizer step on?
     there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
     if rest > NEAR:
         scaled = factor is not None and abs(factor - 1) > NEAR

@@ -64,11 +64,12 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         try:
             with _in_double() if asked.exact else CoarsestDtype(recorder.record):
                 _run(asked, recorder)
-        except Enough:
+        except Enough:  # the recorder has its steps
             pass
         except ShardwiseError:
             raise
         except (Exception, SystemExit) as error:
+            # a rank's failure is raised, which ends the other ranks; that of one process is noted in its record
             if not asked.plain and isinstance(error, SystemExit):
                 raise RunError(f"the script ended itself: sys.exit({error.code!r})") from None
             if not asked.plain:

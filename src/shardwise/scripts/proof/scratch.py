@@ -162,14 +162,14 @@ class _Copy:
             if entry.name in _LEFT_OUT:
                 continue
             place, real = to / entry.name, Path(entry.path)
-            if entry.is_symlink():
+            if entry.is_symlink():  # copied is what it leads to
                 real = real.resolve()
             self._files -= 1
             if real.is_dir() and self._files > 0 and real not in self._seen:
                 self._seen.add(real)
                 place.mkdir()
                 self.make(real, place)
-            elif not self._copied(real, place):
+            elif not self._copied(real, place):  # beyond a limit, or a folder that was met before
                 place.symlink_to(entry.path)
 
     def _copied(self, real: Path, place: Path) -> bool:

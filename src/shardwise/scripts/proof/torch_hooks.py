@@ -78,12 +78,14 @@ class TorchHooks:
         if any(module is root for root in self._roots):
             return
         held = {id(param) for param in module.parameters()}
+        # inside an outermost module, by its parameters: called without gradients it is an evaluation
         if not held or any(held <= {id(param) for param in root.parameters()} for root in self._roots):
             if held and not torch.is_grad_enabled() and not module.training:
                 self._recorder.met("an evaluation")
             return
         met = {id(param) for root in self._roots for param in root.parameters()}
         nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job)
+        # this module may hold earlier ones, which were called by themselves first
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
         for param in module.parameters() if self._recorder.job.apart else ():
             if param.requires_grad and id(param) not in self._heard:
