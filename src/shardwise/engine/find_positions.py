@@ -98,7 +98,7 @@ class _Noted:
     """Notes of the rehearsals of one candidate, filled by `_rehearse`.
 
     results    how each leaf of a submodule's result is cut, by (path, number of the call)
-    attention  its calls
+    attention  calls of attention
     gathers    what is made whole on every rank for an operation on tiles
     """
 
@@ -126,7 +126,7 @@ def _search(
     stopped  why what was proposed before, on which the module runs, cannot be cut
     mask     the largest that attention is given for all pairs: shape, bytes
     results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
-    One under which every operation has a rule comes before all that gather a sequence for those without.
+    Candidates under which every operation has a rule come before those that gather a sequence for some operations.
     """
     stopped: dict[str, str] = {}
     # Tiles are never gathered for an operation without a rule: a field may not fit one rank.
@@ -222,9 +222,9 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
 def _tried(
     positions: Positions, trial: _Trial, noted: _Noted
 ) -> tuple[Positions, RefusedPlan | None, list[Met]]:  # fmt: skip
-    """Returns (the positions, a trial's first refusal or None, its collectives).
+    """Returns (the positions, the refusal of a trial forward or None, the collectives of the first and the last rank).
 
-    Tables inside the module stay whole in the positions if they have to.
+    Tables inside the module (of a sequence's positions) are cut too, unless the trial refuses that.
     """
     # With tables cut first: then they grow with a rank's share alone.
     if positions.what == "sequence" and positions.inside is None:

@@ -81,7 +81,7 @@ def over_pieces(
 ) -> Optimizer:  # fmt: skip
     """Returns an optimizer made for full shapes that updates pieces: `pieces[i]` belong to the i-th parameter.
 
-    marks   attributes of parameters, by index: what chooses by them sees them, when it is made and in its steps
+    marks   attributes of parameters, by index: set on their pieces, as an optimizer may choose by them
     """
     # of a parameter of which this rank has no piece: like the others
     dtype = next((p.dtype.to_real() for params in pieces.values() for p in params), torch.float32)

@@ -54,7 +54,7 @@ class _Here:
 
 
 def have(record: RankRecord | None) -> None:
-    """Set this process's record (None: none is written) and the listener that the environment names."""
+    """Set the record that this process writes (None: it writes none), and the listener that the environment names."""
     _Here.record, _Here.step = record, -1
     listen_as_asked()
 

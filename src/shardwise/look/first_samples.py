@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """Findings of the look at a few samples."""
+    """What a look at a few samples before the first step has found of a module and its loss."""
 
     batch_norms: list[nn.Module]
     dims: BatchDims

@@ -38,12 +38,12 @@ class Unmade(torch.Tensor):
 
     @property
     def number(self) -> int:
-        """Returns the serial number of the call that makes it, among calls whose results look alike."""
+        """Returns the number of the call that makes it (`Tried.number`): it is the same for equal calls."""
         raise NotImplementedError
 
 
 class Tried(NamedTuple):
-    """Outcome of a call on tensors without values: one of the verdicts above, its results, and how many."""
+    """Outcome of a call on tensors without values: a verdict, its results, and a number, the same for equal calls."""
 
     what: str
     like: Any = None
@@ -117,7 +117,7 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
-    """Returns what a trial of a call on chunks without values shows: it "waits", "ends" a program, runs "whole", ..."""
+    """Returns the `Tried` of a call, run once on chunks without values."""
 
     def like(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.like if isinstance(leaf, Unmade) else without_values(leaf)

@@ -79,7 +79,7 @@ class WaitingCall:
     like          its results on tensors without values, as parts over turns
     least         elements of the rows that came in, of the fewest
     number        the same for all calls whose results look alike
-    dim           of rows that came in, which are no call's results: along which chunks are cut
+    dim           along which chunks of the rows are cut, of a call that gives the program's input (`rows_of`)
     values        the results, once they were made whole
     """
 

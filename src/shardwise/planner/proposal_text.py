@@ -195,7 +195,7 @@ class Search:
     later      faster ones that this version cannot run yet, a few
     lost       why each other family lost
     notes      what to know
-    capacity   bytes of a device that a plan could have
+    considered layouts that were looked at, of which `fitted` fit; `capacity`: bytes of a device that a plan could have
     stopped    it was interrupted: the best so far
     cluster    the part of it that was planned on, where no plan has all devices; else None
     """

@@ -170,7 +170,7 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
 
 
 def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set[str], inside: set[str]) -> set[str]:
-    """Returns the dtypes that a collective may carry. `torch`: FSDP2's gathers and reductions.
+    """Returns the dtypes that a collective may carry. The tag "torch" is of FSDP2's gathers and reductions.
 
     inside  of what modules return in one process
     """

@@ -214,7 +214,7 @@ def _alike(tokens: list[int], others: list[int]) -> int:
 
 
 def _is_read(source: JsonlSource) -> bool:
-    """Whether a source has no template, or one that does not mark answers itself, of a few chats."""
+    """Whether a source is read again here: it has no chat template, or has few chats and one that marks no answers."""
     if source.template is None:
         return True
     template = _tokenizer(source.template.folder).get_chat_template()

@@ -31,7 +31,7 @@ Values = dict[str, torch.Tensor]
 
 
 def differences(task: Task, module: nn.Module) -> list[str]:
-    """Returns a sentence for what the module's weights have that its constructor does not give them."""
+    """Returns a sentence for each constant, mean, width or repeated draw of weights that is not the constructor's."""
     if not is_looked_at(task, module):
         return []
     values = _values(module)

@@ -234,7 +234,7 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
-    """Returns the steps of one process: in float64, or in float32 where a kernel has no float64."""
+    """Returns (`Record` of one process, its `Settings`): in float64, or in float32 where a kernel has no float64."""
     from shardwise.proof.float32_proof import float32_oracle
     from shardwise.proof.oracle import run_oracle
 

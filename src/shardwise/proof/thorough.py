@@ -42,7 +42,7 @@ Prove = Callable[[Any, Plan], Parity]
 class OddTask:
     """Makes a task with an odd number of samples in each batch, and values on a grid from the third step on.
 
-    extents  dims of the batch of such sizes, but samples, are one less
+    extents  sizes: a dim of the batch that has one of these, and counts no samples, is made one shorter
     """
 
     task: Any

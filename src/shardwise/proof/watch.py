@@ -36,7 +36,7 @@ class SampledTensor:
 
 @dataclass
 class CallTrace:
-    """Tensors of a step's calls, in the order in which they came."""
+    """Tensors of a step's module calls, by `Key` (the call, and the tensor's place), in the order they came."""
 
     forward: dict[Key, SampledTensor] = field(default_factory=dict)
     arguments: dict[Key, SampledTensor] = field(default_factory=dict)  # by their place

@@ -113,7 +113,7 @@ class Calls(Loop):
         return self.inside > 0 or self.entries.depth > 0
 
     def _routes(self) -> bool:
-        """Whether a module that the script calls by itself is to run within a call of the model."""
+        """Whether a submodule that the script calls by itself now is to run within a call of the whole model."""
         if self.inside or self._gate.is_open:
             return False
         return self.gathers or (torch.is_grad_enabled() and self.model.training)
@@ -220,7 +220,7 @@ class Calls(Loop):
     def _cut(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Returns (args, kwargs) as this rank's shares, where positions are cut; whole within a method of the model's.
 
-        What another model of the loop gave is whole where this one's weights are cut: its cuts are for such arguments.
+        An argument that is another model's cut output is put together where tp cuts this one's weights.
         """
         if self._door is None or self.inside > 1 or self.entries.now is not None:
             cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore[union-attr]

@@ -136,7 +136,7 @@ class ClassAttributes:
 
 
 class Way(functools.partial[Any]):
-    """Sends one module's calls to `Entries`, from the attribute in which torch puts a compiled call."""
+    """A module's `_compiled_call_impl`, which torch calls in the place of a forward: sends the call to `Entries`."""
 
 
 def _nothing(self: nn.Module, *args: Any) -> None:

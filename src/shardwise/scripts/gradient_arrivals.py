@@ -41,7 +41,7 @@ from shardwise.trace.backwards import watch_backwards
 
 
 class Recorded:
-    """FSDP2's units of one model, whose backwards may be recorded themselves (`create_graph`). `on`: one was, since
+    """FSDP2's units of one model, whose backwards may be recorded (`create_graph`). `on`: a backward was, since
     the last `optimizer.step()`."""
 
     def __init__(self, technique: FullShard, passes: Callable[[str], None]) -> None:

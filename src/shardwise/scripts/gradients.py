@@ -81,7 +81,7 @@ class Gradients:
 
     @names_line
     def make_whole(self) -> None:
-        """Add up over ranks what came so far, where the plan's last micro-batch is still to come; later ones are added
+        """Sum over ranks the gradients so far, where the plan's last micro-batch is still to come; later ones are added
         to it. Collective. Raises `RefusedPlan` where what lies there is of a backward of the script's own."""
         if self._script.calls.stray and self._script.mesh.world.size > 1:
             raise RefusedPlan(_STRAY)
@@ -169,7 +169,7 @@ class Earlier:
 
     @torch.no_grad()
     def __init__(self, engine: Engine, usable: bool, *, stepped: bool) -> None:
-        """`stepped`: the optimizer has used them, and nothing has taken them away since."""
+        """`usable`: they are finite. `stepped`: the optimizer has used them, and none was cleared since."""
         self._engine, self.usable, self.stepped = engine, usable, stepped
         self.used = set(engine.state.used)
         self._kept = [_set_aside(technique) for technique in techniques_of(engine)]
@@ -185,7 +185,7 @@ class Earlier:
 
 
 def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-    """Returns (copies of the gradients of slots or FSDP2's parameters, {index: whole gradient that FSDP2 cuts not})."""
+    """Returns (copies of gradients, of slots or of FSDP2's parameters, {index: gradient} of uncut ones)."""
     sharded = isinstance(technique, FullShard)
     held = technique.params if sharded else [slot.master for slot in technique.slots]
     uncut = {index: whole.clone() for index, whole in technique._whole_gradients.items()} if sharded else {}

@@ -218,7 +218,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Places:
-    """Which dim of a tensor counts its samples; `samples` None: the first, of every tensor. `more`: any that fits."""
+    """Which dim of a tensor counts its samples: `dim`, or the first, if it has `samples` indices; with `more` the only
+    dim of that size too. `samples` None: the first dim of every tensor."""
 
     samples: int | None
     dim: int

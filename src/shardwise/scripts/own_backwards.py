@@ -39,7 +39,7 @@ class OwnBackwards:
         """Returns what differs between gradients of `whole` and of its `parts`, as text. Collective; raises `Untried`.
 
         evaluate    (module, batch) -> the loss that stands for the script's
-        asked       by this rank; others may where it does not
+        asked       whether this rank wants the answer; where any rank does, all take part
         """
 
         def tried() -> tuple[str | None, str | None]:

@@ -140,7 +140,10 @@ _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off 
 
 
 class SampleDraws(TorchFunctionMode):
-    """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
+    """Gives a script's random draws the numbers that one process draws for the same samples.
+
+    Active while `part` is set, the samples that this rank holds. `inside`: the model's own forward runs.
+    """
 
     def __init__(
         self, beside: Callable[[], Share | None] = lambda: None,

@@ -170,7 +170,7 @@ class Loop(Heard, Events):
         return deal(total, *((self.mesh.data.size, self.mesh.data.index) if spreads else (1, 0)))
 
     def here(self) -> Events:
-        """Returns this loop, or nobody in another thread than that in which the script was prepared, where ranks cannot
+        """Returns this loop; `Events` that do nothing in another thread than that of `prepare`, in which ranks cannot
         meet: the next forward is refused."""
         if threading.get_ident() == self._thread:
             return self

@@ -130,10 +130,10 @@ def _weights_elsewhere(trace: StepTrace, layout: Layout, states: States, terms: 
 
 @dataclass(frozen=True)
 class _Owned:
-    """Elements of the weights that a rank updates whole, where its optimizer needs that.
+    """Counts of elements on a rank whose optimizer needs whole tensors, of the weights that it owns and updates.
 
-    updated   of all of them; copied: of those that stand beside the rank's own pieces of them
-    over_dp   collected over dp_shard, tp's shares as wholes; over_tp: (sent, collected) over tp
+    updated   of all of these; copied: of those held whole beside the rank's own pieces
+    over_dp   collected over dp_shard, a share of tp counted as a whole; over_tp: (sent, collected) over tp
     """
 
     updated: int

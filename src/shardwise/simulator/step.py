@@ -191,7 +191,7 @@ class _Zero3:
         self._last = -1  # what was computed last
 
     def forward(self, micro: int) -> None:
-        """Add the forward of a micro-batch, its head and loss included."""
+        """Append to `ops` the forward of a micro-batch: embedding, layers with their gathers, head and loss."""
         # without prefetch a gather waits for everything before it
         before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
         self._computed = []
@@ -208,7 +208,7 @@ class _Zero3:
         self._computed.append(self._last)
 
     def backward(self, micro: int, *, last_micro: bool) -> None:
-        """Add the backward of a micro-batch."""
+        """Append to `ops` the backward of a micro-batch: layers with their gathers and scatters, embedding."""
         lay, last = self._step.layout, self._last
         # for the recomputed forward, and again for backward where the software frees the weights in between
         again = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1

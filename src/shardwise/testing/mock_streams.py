@@ -77,7 +77,7 @@ class MockEvent:
         (stream or TRAFFIC.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Let the host wait for this event."""
         TRAFFIC.waits += _arrived(self._copies)
 
     def query(self) -> bool:
@@ -125,7 +125,7 @@ class MockStream:
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Let the host wait for all work of this stream."""
         _arrived(self.copies)
 
     def query(self) -> bool:

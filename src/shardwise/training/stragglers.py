@@ -37,7 +37,7 @@ class Stragglers:
         return [float(self.engine.mesh.pp.index), *own]
 
     def look(self, rows: list[list[float]]) -> None:
-        """Takes every rank's row, in rank order; adds a notice on a rank that was slow `LOOKS` times in a row."""
+        """Judge every rank by its `row`, in rank order; add a notice on a rank that was slow `LOOKS` times in a row."""
         stages: dict[float, list[list[float]]] = defaultdict(list)
         # pipeline stages have unequal work, so a rank is compared only with ranks of its own stage
         for stage, *own in rows:
