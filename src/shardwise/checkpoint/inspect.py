@@ -166,6 +166,7 @@ def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_byte
 
 
 def _write(stored: Stored, names: dict[str, str], path: Path) -> None:
+    """Write tensors as one safetensors file; `names`: {name in the file: name in `stored`}."""
     tensors = {name: stored.tensors[key] for name, key in names.items()}
     header, entries = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
 

@@ -196,6 +196,7 @@ def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words
 
 
 def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> Any:
+    """Returns the `Parity` of a task under --plan."""
     from shardwise.layout import Plan, check
 
     adapted = with_adapters(task, words["overrides"], "verify")
@@ -223,6 +224,7 @@ def _number(steps: int | str | None, what: str) -> int | None:
 
 
 def _prove_run(answer: Answer, target: str, words: dict[str, Any], pool: Any) -> Any:
+    """Returns the `Parity` of a run by its configuration, or by a folder of transformers with --data."""
     from shardwise.config import Given, load
 
     if words["shrink"]:

@@ -222,6 +222,7 @@ class Cluster:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields as TOML and JSON hold them: figures as tables, rows as lists; empty ones left out."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Figure):

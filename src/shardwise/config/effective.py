@@ -154,6 +154,7 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
 
 
 def _parse(items: list[Given], problems: list[str]) -> Config | None:
+    """Returns the checked sections; None, with each mistake in `problems`, where any value is wrong."""
     sources = _sources(items)
     name = {item.key: item.value for item in items}.get("task.name", next(iter(BUILTINS)))
     try:
@@ -210,6 +211,7 @@ def _source_below(key: str, sources: dict[str, str]) -> str:
 
 
 def _expected(key: str, mistake: dict[str, Any]) -> str:
+    """Returns what was expected in a value's place, as text, for one of pydantic's `mistake`s."""
     if mistake["type"] == "extra_forbidden":
         return "unknown key" + _nearest(key, mistake["input"])
     if mistake["type"] == "model_type":
@@ -291,6 +293,7 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
 
 
 def _inconsistent_model(task: str, model: ModelSizes) -> list[tuple[str, str]]:
+    """Returns (key, problem) of sizes of [task.model] that do not divide each other."""
     problems = []
     if model.hidden and model.heads and model.hidden % model.heads:
         problems.append(("task.model.hidden", f"expected a multiple of task.model.heads = {model.heads}"))

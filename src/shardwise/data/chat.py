@@ -34,6 +34,7 @@ class ChatTemplate:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        """Returns transformers' tokenizer of the folder; `InputError` without it, or without a chat template."""
         try:
             from transformers import AutoTokenizer
         except ImportError as error:

@@ -230,6 +230,7 @@ def renamed(path: Path) -> Iterator[BinaryIO]:
 
 
 def _description(path: Path) -> dict[str, Any]:
+    """Returns the checked fields of a corpus's description file: version, dtype, count, source, sha256."""
     try:
         described = json.loads(path.read_bytes())
     except FileNotFoundError:

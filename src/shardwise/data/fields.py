@@ -231,6 +231,7 @@ class FieldSource:
     # --- values
 
     def _forcing(self, steps: list[int], window: tuple[slice, slice]) -> torch.Tensor:
+        """Returns forcing at these steps, (B, C, y, x): variables, then sine and cosine of each cycle."""
         size = [part.stop - part.start for part in window]
         channels = []
         if self.groups["forcing"]:
@@ -271,6 +272,7 @@ class FieldSource:
                 "variables": sorted(names), "times": self.times, "region": self.region}  # fmt: skip
 
     def _compute(self) -> dict[str, dict[str, float]]:
+        """Returns {channel: {"mean", "std", "count"}} of all variables over the source's steps and region."""
         window = self._window(None)
         static = self.groups["static"]
         names = dict.fromkeys(name for group in self.groups.values() for name in group)

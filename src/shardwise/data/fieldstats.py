@@ -83,6 +83,7 @@ def load_or_compute(
 
 
 def _read(path: Path, origin: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns {channel: {"mean", "std", "count"}} of a file; `InputError` where it was computed from other data."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         of, channels = stored["of"], stored["channels"]

@@ -91,6 +91,7 @@ class GridFiles:
         return self._read(number, name, variable, (slice(None),) * len(variable.dims))
 
     def _read(self, number: int, name: str, variable: FileVariable, index: tuple) -> np.ndarray:
+        """Returns `variable[index]` of a file as float64, NaN where values are missing."""
         with _READING:
             opened = self._opened(self.files[number])
             try:
@@ -112,6 +113,7 @@ class GridFiles:
         return self._open_files[file]
 
     def _list(self, file: Path) -> dict[str, FileVariable]:
+        """Returns {name: `FileVariable`} of a file."""
         with _READING:
             opened = self._opened(file)
             if _is_netcdf(file):
@@ -129,6 +131,7 @@ def _is_netcdf(file: Path) -> bool:
 
 
 def _open(file: Path) -> Any:
+    """Returns a netCDF file or zarr store, open to be read; `InputError` where it is missing or unreadable."""
     if not file.exists():
         raise InputError(f"FieldSource: {file} does not exist")
     try:

@@ -123,6 +123,7 @@ class JsonlSource:
         return len(self.rows)
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        """Returns the packed rows at `indices`; a label is the token itself where it is learned, else -100."""
         shape = (len(indices), self.seq_len)
         tokens = np.full(shape, self.pad, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)

@@ -109,6 +109,7 @@ class RayRows:
         return self._blocks[at]
 
     def _fetched(self, at: int) -> dict[str, Any]:
+        """Returns {column: array} of a block from Ray; one that is lost is asked for again, for `AGAIN_S` seconds."""
         import ray
         from ray.data.block import BlockAccessor
 

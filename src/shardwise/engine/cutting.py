@@ -137,6 +137,7 @@ def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: t
 def _traced(
     task: Task, plan: Plan, precision: Precision, built: Built, sample: Any, seed: int
 ) -> tuple[Flow, str]:  # fmt: skip
+    """Returns (the recorded forward on the samples, a notice or ""); raises an error that blames task or plan."""
     built.module.train()  # a step runs it so, with dropout and batch norm
     try:
         return trace_forward(built, output_alone(task, precision), sample, seed, precision.dtype_of)

@@ -259,6 +259,7 @@ def _nothing(
 def _candidates(
     task: Task, plan: Plan, inner: tuple[Axis, ...], built: Built, batch: Any, samples: int
 ) -> Iterator[Candidate]:  # fmt: skip
+    """Returns the ways to cut positions that are tried in turn: of fields under `domain`, else of sequences."""
     if plan.tiles > 1:
         return _fields(task, plan, {axis.name: axis for axis in inner}, batch, samples)
     least = plan.tp if plan.sp else 1  # sp cuts each share of positions again, over tp
@@ -329,6 +330,7 @@ def _rehearse(
     alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
+        """Returns the loss of a module on its share; notes how results are cut, and calls of attention."""
         met.clear()  # called again where tensors without values do not do
         gathered.clear()
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None

@@ -36,6 +36,7 @@ def shards_elsewhere(
         raise RefusedPlan(f"offload={plan.offload}: {OWN_MEMORY}")
 
     def lay(shards: list[list[torch.Tensor]]) -> ShardFile | None:
+        """Returns the file of the units' shards that move, as dealt; None, with a notice, where none does."""
         units = [_Unit(unit, sum(shard.numel() * shard.element_size() for shard in unit)) for unit in shards]
         (moving,) = dealt(units, placed)
         if not any(unit.size for unit in moving):

@@ -161,6 +161,7 @@ def _small(shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> list[tuple[
 
 
 def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> None:
+    """Take one optimizer step for each list of gradients; one with a mode ends in evaluation."""
     enter_training(optimizer)  # a script may enter it after `prepare` alone
     for group in optimizer.param_groups:
         if not group.get("lr", 1.0):

@@ -153,6 +153,7 @@ def _leaves(
     homes = {slot.name: slot.master.device for slot in state.technique.slots}
 
     def leaf(index: int, name: str, place: int) -> Gathering:
+        """Begin to gather one tensor of a parameter's state: pieces are joined, an owner's is broadcast."""
         form, mine = forms[name], tensors_of.get(name, [])
         dtype, shape, _ = form.tensors[place]
         nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it

@@ -166,6 +166,7 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
 
 
 def _refuse_split(state: RankState, placed: Sequence[Placement]) -> None:
+    """Raise `RefusedPlan` where masters cannot be split into a weight and the bits that it lacks."""
     if state.owners is not None:
         why = f"{type(state.optimizer).__name__} updates whole tensors on their owners, beside all ranks' pieces"
     elif state.written:

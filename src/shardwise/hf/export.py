@@ -162,6 +162,7 @@ def _names_in(path: Path) -> set[str]:
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) of a safetensors file, or of all files of a checkpoint's folder."""
     from safetensors import safe_open
 
     from shardwise.hf.folder_tensors import Checkpoint
@@ -233,6 +234,7 @@ class _Files:
         self.waiting, self.waiting_bytes = {}, 0
 
     def finish(self) -> None:
+        """Give the files their final names, now that their number is known, and write the index of several."""
         if self.waiting:
             self._write()
         count = len(self.names)

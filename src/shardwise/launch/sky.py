@@ -21,6 +21,7 @@ NODE_RANK, FIRST = '"$SKYPILOT_NODE_RANK"', '"$(echo "$SKYPILOT_NODE_IPS" | head
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
+    """Returns {file name: YAML} of a managed job."""
     recovery = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [Stopped.exit_code]}
     resources: dict[str, Any] = {**_accelerators(job), **({"job_recovery": recovery} if job.goes_on else {})}
     if job.cpus_per_rank:

@@ -60,7 +60,6 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
     Without gradients; with them for a forward that takes some itself.
-
     joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
              together
     strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
@@ -72,7 +71,6 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
              fail without them where others' do not
     functions  of the user's that `evaluate` calls beside the module
-
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 

@@ -186,6 +186,7 @@ class Seen(TorchDispatchMode):
         handles, units = [], dict[str, int]()
 
         def enter(path: str, child: nn.Module, args: tuple, kwargs: dict) -> None:
+            """Hook before a module's forward: counts its call, and calls of zero=3's units that run twice."""
             if child is self.module:  # a new forward of the whole
                 units.clear()
                 self.into_arguments.clear()

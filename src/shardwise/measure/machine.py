@@ -131,6 +131,7 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _products(pace: Pace, budget: Budget) -> list[tuple[str, int, int, int, float]]:
+    """Returns rows (dtype or kind, m, n, k, microseconds) of products, convolutions or attention."""
     device = pace.device
     if on_host(device):
         return product_times(SIDES, pace, budget.part(0.7)) + convolution_times(pace, budget)
@@ -359,6 +360,7 @@ def text(cluster: Cluster) -> str:
 
 
 def _links_text(cluster: Cluster) -> list[str]:
+    """Returns lines on the links between nodes: messages, then all-reduce over all nodes; [] without any."""
     if not cluster.between:
         return []
     inner, link = cluster.tiers[:2]

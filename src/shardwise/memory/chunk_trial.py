@@ -97,6 +97,7 @@ def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
 
 
 def _key_of(tree: Any) -> Any:
+    """Returns what of a call's arguments decides the outcome of a trial, hashable: shapes, strides, dtypes, values."""
     if isinstance(tree, Unmade):
         # not by shape alone: two of one shape may be cut in other ways
         return "waits", tree.number, tree.place

@@ -136,6 +136,7 @@ class TracedLayouts:
         left: dict[str, None] = {}
 
         def can(layout: Layout, fitted: set[Layout]) -> bool:
+            """Returns whether to rehearse and take a layout, given those that fit."""
             plain = layout.with_(recompute="none")
             # if the cut fails without zero it fails with it; layouts with ep have no counterpart without zero
             if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:

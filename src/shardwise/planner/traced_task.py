@@ -211,6 +211,8 @@ class Traced:
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
+        """Returns the trace of `count` samples, cached; extended from few layers where the module has alike ones."""
+
         def made() -> StepTrace:
             few = self._of_few(lambda few: few._trace(count, blocks, joined), longer_trace)
             if few is not None:
@@ -437,13 +439,10 @@ def places(degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def degrees_text(layout: Layout) -> str:
+    """Returns the degrees above 1 of axes that cut the module, as in a plan: "tp=2, pp=4, sp"."""
     degrees = [f"domain={'x'.join(map(str, layout.domain))}"] if layout.tiles > 1 else []
     named = (*layout.along.items(), ("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
     degrees += [f"{name}={degree}" for name, degree in named if degree > 1]
-    return ", ".join(
-        [
-            *degrees,
-            *(["sp"] if layout.sp else []),
-            *([f"remat={layout.recompute}"] if layout.recompute != "none" else []),
-        ]
-    )
+    degrees += ["sp"] if layout.sp else []
+    degrees += [f"remat={layout.recompute}"] if layout.recompute != "none" else []
+    return ", ".join(degrees)

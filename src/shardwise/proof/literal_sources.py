@@ -131,6 +131,7 @@ def _of_blend(blend: Blend, index: int) -> Any:
 
 
 def _of_tokens(source: TokenSource, index: int) -> Any:
+    """Returns {"tokens": (1, seq_len + 1)} of one window, found by counting through the source's files."""
     window = source.span[0] + index
     for path in source.paths:
         tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, source.dtype, "r")

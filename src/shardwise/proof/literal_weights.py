@@ -66,6 +66,7 @@ def is_looked_at(task: Task, module: nn.Module) -> bool:
 
 
 def _constructed(model: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Values]:
+    """Returns (module, its values by name) of the constructor under a seed; generators are as before afterwards."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), as_written():
         torch.manual_seed(seed)

@@ -50,6 +50,7 @@ def run_variants(task: Any, plan: Plan, settings: Settings) -> list[FewSteps]:
 
 
 def _run(task: Task, plan: Plan, settings: Settings) -> FewSteps:
+    """Returns this rank's `FewSteps` under the plan; tensors on rank 0 alone. Collective."""
     engine, run = parallelize(task, plan, **settings.of_engine), FewSteps()
     for step in range(STEPS):
         if not step:

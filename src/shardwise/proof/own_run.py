@@ -84,6 +84,7 @@ class Watching:
 
     @contextmanager
     def _noting(self, engine: Engine) -> Iterator[None]:
+        """Context around an update: notes afterwards weights and averages, of the steps that are due. Collective."""
         yield
         step, now = engine.steps_done, _whole(engine)
         self.seen.updated.append(step)

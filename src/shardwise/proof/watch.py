@@ -81,6 +81,8 @@ class ModuleWatch:
                 handle.remove()
 
     def _before_call(self, path: str) -> Callable:
+        """Returns a hook that records the arguments of calls of the module at `path`, and their gradients."""
+
         def before_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             # calls without gradients are not compared; those that replay what lies before a stage are counted,
             # so that later calls of the module have the numbers that they have in one process
@@ -104,6 +106,8 @@ class ModuleWatch:
         return before_call
 
     def _after_call(self, path: str) -> Callable:
+        """Returns a hook that records the outputs of calls of the module at `path`, and their gradients."""
+
         def after_call(module: nn.Module, args: tuple, output: Any) -> None:
             if self._samples is None or all(call[1] != path for call in self._open):
                 return

@@ -341,6 +341,7 @@ def _check_by_hand(environ: Mapping[str, str], place: LaunchedPlace) -> None:
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Returns (address, port) of rank 0 in the environment, None without; `InputError` for one of them alone."""
     address, port = (environ.get(name, "") for name in MASTER)
     if not address and not port:
         return None

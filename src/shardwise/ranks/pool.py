@@ -76,6 +76,7 @@ class RankPool:
         return unpack(outcome, world_size, name, timeout_s)
 
     def _supervise(self, ranks: dict[int, RankProcess], call: bytes, timeout_s: float) -> Outcome:
+        """Returns the outcome of a call on these ranks, which meet over a store and are watched for hangs."""
         with meeting_place() as folder, records_of(len(ranks)) as (record, readers):
             store = os.path.join(folder, "store")
             choices = {

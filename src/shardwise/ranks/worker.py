@@ -164,6 +164,7 @@ def _look_like_caller(job: RankCall) -> None:
 
 
 def _open_group(job: RankCall) -> None:
+    """Open the process group of a job's ranks, over a store in a file."""
     import torch.distributed as dist
 
     dist.set_debug_level_from_env()  # read at import otherwise, and the fork server imported long ago

@@ -193,6 +193,7 @@ def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, tor
 
 
 def _add(technique: Any, index: int, gradient: torch.Tensor, whole: torch.Tensor | None) -> None:
+    """Add an earlier gradient to a slot's, of FSDP2 to its parameter's; `whole`: of one that FSDP2 does not cut."""
     slot = technique.slots[index]
     if not isinstance(technique, FullShard):
         slot.master.grad = gradient if slot.master.grad is None else slot.master.grad.add_(gradient)

@@ -97,6 +97,7 @@ def look_at_model(
         return tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
+        """Returns what stands for the loss on one of `batches`, (call, samples of it); notes its outputs' shapes."""
         call, count = one
         at = next((at for at, asked in enumerate(batches) if asked is one), None)
         try:

@@ -114,6 +114,7 @@ class OverRanks(WeightAccess):
         return [value if counts else value * 0 for value in values]
 
     def _sum(self, *values: torch.Tensor | float) -> list[Any]:
+        """Returns each value's sum over data ranks, numbers as floats, tensors in their shape; all in one message."""
         self._passes("prepared.sum(...)")
         given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
         device = self.mesh.device

@@ -268,6 +268,7 @@ class PartLoader:
             yield part, dealt, checksum
 
     def _sliced(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
+        """Yields this rank's parts, cut out of whole batches; the first `_skip` batches are drawn and left out."""
         for _ in range(self._skip):
             next(batches, None)
         if self._skipped is not None:
@@ -385,6 +386,7 @@ def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> Da
 
 
 def _refuse(loader: Any, data_ranks: int) -> None:
+    """Raise `InputError` for a loader that cannot be iterated, or that deals samples over ranks by itself."""
     if not isinstance(loader, Iterable):
         batched = ", a dataset: give DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""
         raise InputError(f"prepare: the loader is of type {type(loader).__name__}, which cannot be iterated{batched}")

@@ -341,6 +341,7 @@ class SampleDraws(TorchFunctionMode):
         return fits[0] if fits else part
 
     def _unknown_rows(self, func: Any, named: dict, sized: set[str], rows: int) -> str:
+        """Returns the refusal, as text, of a draw in which this rank's `rows` samples cannot be found."""
         if "dropout_state" in str(func):
             return (
                 "a recurrent layer's dropout is drawn inside a kernel of cuDNN, where which numbers belong to which "

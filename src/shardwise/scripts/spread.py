@@ -233,6 +233,7 @@ class Door:
         return self._named.back(tree_unflatten(leaves, spec), len(args)), notice
 
     def _share(self, name: str, leaf: Any) -> Any:
+        """Returns this rank's share of the argument `name`; itself where it is no tensor, not cut, or too short."""
         cuts = self._cuts.get(name)
         if isinstance(leaf, Distributed) and leaf.axis.positions and leaf.axis not in self._positions.axes:
             raise InputError(

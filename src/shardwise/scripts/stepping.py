@@ -246,6 +246,7 @@ class Stepping(OverRanks):
         return bool(gather_rows(row_of([float(mine)], self.mesh.device), self.mesh.world).all())
 
     def _refuse_stray(self, call: str) -> None:
+        """Raise `InputError` for `call` within `whole()`, or beside gradients of a backward that was not the plan's."""
         if self.whole_is_open:
             raise InputError(f"{call} within prepared.whole(): call it after the end of the with block")
         if self.calls.stray:

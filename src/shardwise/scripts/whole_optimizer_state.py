@@ -185,6 +185,7 @@ def _piece_of(
         shape = shape if spread is None else spread.full_shape(name, shape)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's piece of a tensor in the parameter's shape; a copy of one number, or of an owner's."""
         if tensor.shape == shape and state.owners is None:
             share = share_of(state, name, tensor)
             if not whole:

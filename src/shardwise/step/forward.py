@@ -103,6 +103,7 @@ class Forward:
         return whole(self._output(batch))
 
     def _output(self, batch: Any) -> Any:
+        """Returns the module's output in the plan's dtypes; its errors name the embedding or batch norm at fault."""
         args, kwargs = call_arguments(self.task, batch)
         if self.precision.mixed or self.precision.compute != torch.float32:
             args, kwargs = self.precision.cast_inputs((args, kwargs))

@@ -133,6 +133,7 @@ def _extra(name: str, value: Any) -> Extra:
 
 
 def _number(value: Any, what: str) -> torch.Tensor | float:
+    """Returns a weight as one number, unread where it is a tensor; `InputError` for anything else."""
     if isinstance(value, torch.Tensor) and value.requires_grad:
         raise InputError(
             f"{_SHAPE}: the {what} carries a gradient, and sums are divided by it without one: give {what}.detach() "

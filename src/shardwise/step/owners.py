@@ -129,6 +129,7 @@ class _Exchange:
     def _send(
         self, sent: Iterator[torch.Tensor], sent_sizes: list[int], received_sizes: list[int], tag: str
     ) -> torch.Tensor:
+        """Returns, flat, what all ranks send to this one. `sent`: this rank's pieces, in rank order. Collective."""
         outgoing, at = torch.empty(sum(sent_sizes), dtype=self.kinds[0].to_real(), device=self.home), 0
         for piece in sent:  # one after the other: a piece that does not lie in one run is copied to be flat
             numbers = as_numbers(piece)

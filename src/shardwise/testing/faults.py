@@ -194,6 +194,7 @@ def _sleep(fault: Fault, subject: Any) -> None:
 
 
 def _lock(fault: Fault, subject: Any) -> None:
+    """Hold the interpreter's lock for `fault.seconds`: no other thread of Python runs."""
     import ctypes
 
     interval = sys.getswitchinterval()
@@ -226,6 +227,7 @@ def _nan(fault: Fault, state: Any) -> None:
 
 
 def _flip(tensor: Any, fault: Fault) -> None:
+    """Flip one bit of one element of this rank's part of a tensor."""
     import torch
 
     local = getattr(tensor, "to_local", lambda: tensor)().detach()

@@ -163,6 +163,7 @@ def large_messages() -> list[str]:
 
 
 def _survival(ranks: int, device: str) -> EvidenceRow:
+    """Returns whether a run whose rank is killed and started again ends with the losses of one that was not."""
     plan = f"dp_shard={ranks},zero=1"
     options: dict[str, Any] = {**RESUMED, "device": device}
     with tempfile.TemporaryDirectory(prefix="shardwise-evidence-") as folder:
@@ -195,6 +196,7 @@ def pairs_of_steps() -> tuple[list[float], list[float]]:
     optimizer = task.optimizer([{"params": list(module.parameters())}])
 
     def by_hand(batch: Any) -> None:
+        """Take one step of DDP on this rank's samples, with the loss divided by the weight of all ranks."""
         mine = {key: value.tensor_split(dist.get_world_size())[dist.get_rank()].to(device) for key, value in
                 batch.items()}  # fmt: skip
         args, kwargs = task.inputs(mine)
@@ -222,6 +224,7 @@ def pairs_of_steps() -> tuple[list[float], list[float]]:
 
 
 def _forecast(pool: RankPool, ranks: int) -> EvidenceRow:
+    """Returns forecast over measured times, of collectives and of a decoder's step."""
     cluster = probe(ranks, quick=True)
     wire, group = Wire(cluster), RankGroup(ranks)
     pace = None if cluster.device.pace_us is None else cluster.device.pace_us.value

@@ -211,6 +211,7 @@ def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
 def _circle(
     units: list[list[_Unit]], missing: list[list[int]], ended: set[tuple[int, int]], begun: dict[Key, set[int]]
 ) -> tuple[Stuck, ...]:
+    """Returns the operations of the ranks that wait for each other in a circle, or for one that has ended."""
     stuck = {rank: stopped for rank, own in enumerate(units)
              for stopped in _stopped(rank, own, missing[rank], ended, begun)}  # fmt: skip
     if not stuck:

@@ -41,6 +41,7 @@ def check_hosts(job: Job, device: torch.device) -> list[str]:
 
 
 def _renumbered(hosts: list[str]) -> list[str]:
+    """Returns [a notice] where ranks have other numbers than their launcher gave them; else []. Collective."""
     import torch.distributed as dist
 
     place = here()
@@ -135,6 +136,7 @@ def check_folder(job: Job, device: torch.device) -> None:
 
 
 def _sees(token: Path) -> bool:
+    """Returns whether this host sees a file of rank 0's, within `SEEN_S` seconds."""
     until = time.monotonic() + SEEN_S
     while True:
         try:

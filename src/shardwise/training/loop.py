@@ -70,6 +70,7 @@ def run_rank(job: Job) -> dict[str, Any]:
 
 
 def _run_rank(job: Job) -> dict[str, Any]:
+    """Build the task and its engine, run every step; returns the run's summary. Collective."""
     reach("start")
     with ExitStack() as stack:
         with timing(_rank() == 0 and sys.stderr.isatty()) as say:

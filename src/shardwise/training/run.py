@@ -202,6 +202,7 @@ def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) 
 
 
 def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace | None) -> None:
+    """Raise `InputError` where `nproc`, or the launcher's ranks, are not as many as the plan has."""
     plan = effective.plan
     if nproc is not None and nproc != plan.world_size:
         raise InputError(

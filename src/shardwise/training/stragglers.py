@@ -49,6 +49,7 @@ class Stragglers:
                 self._judge(rank, what, mine, others)
 
     def _judge(self, rank: int, what: str, own: float, others: tuple[float, ...]) -> None:
+        """Count how often in a row a rank was slow in a phase ("": the step), beside the `others` of its stage."""
         usual = median_low(others)  # of two ranks the other one's
         slow = len(others) > 1 and own > TIMES * usual and own > LEAST_S
         self._slow[rank, what] = self._slow[rank, what] + 1 if slow else 0
