@@ -206,6 +206,7 @@ def begins_as_pickle(path: Path) -> bool:
 
 
 def _entry(field: Mapping[str, Any], base: int) -> TensorEntry:
+    """Returns the entry of a header's field, with bytes counted from the file's start; `ValueError` if damaged."""
     shape, (begin, end) = tuple(field["shape"]), field["data_offsets"]
     # `type`, since JSON's true is an int to isinstance
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):

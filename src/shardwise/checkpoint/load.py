@@ -298,6 +298,7 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
     @torch.no_grad()
     def read() -> None:
+        """Read this rank's pieces of all tensors that fit, into owners' whole masters too."""
         for child in engine.module.modules():
             if isinstance(child, FSDPModule):
                 child.reshard()

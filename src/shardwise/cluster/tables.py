@@ -148,6 +148,7 @@ def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: t
 
 
 def _read(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Returns microseconds at a size: between points in logarithms, by bytes beyond the last, the first's below."""
     first, last = points[0], points[-1]
     if size <= first[0]:
         return first[1]

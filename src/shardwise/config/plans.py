@@ -85,6 +85,7 @@ def _typed(key: str, text: str) -> Any:
 
 
 def _complaint(key: str, value: Any) -> str | None:
+    """Returns what is wrong with a key of a plan or its value; None where nothing is."""
     if key not in KNOWN:
         return f"unknown key{nearest_key(key, str(value))}"
     expected = _expected(key, value)

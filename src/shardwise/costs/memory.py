@@ -176,6 +176,7 @@ def _drop_what_is_computed_again(
 
 
 def _feed_forward(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:
+    """Returns {tensor: bytes} that one layer's feed-forward, or its experts, keeps for backward."""
     s, lay = shape, layout
     copies = s.top_k + s.shared_experts if s.experts else 1
     inner = lay.tokens * s.ffn / lay.tp * ACT_BYTES * copies

@@ -60,6 +60,7 @@ class Blend:
         return BlendOrder(len(self), seed, weights=self.weights, lengths=self.lengths, names=self.names)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
+        """Returns the joined batch of samples, numbered over all sources one after another."""
         owner = np.searchsorted(self._starts, indices, side="right") - 1
         rows: dict[int, list[int]] = {}
         for place, source in enumerate(owner.tolist()):

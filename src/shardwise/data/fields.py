@@ -166,6 +166,7 @@ class FieldSource:
         return np.stack([self._plane_of(name)[window] for name in self.groups["static"]])
 
     def _plane_of(self, name: str) -> np.ndarray:
+        """Returns a static variable as (y, x), one along y or x alone repeated over the other."""
         field = self.grid.find(name)
         values = self.grid.whole(name)
         if field.dims == self._plane:
@@ -297,6 +298,7 @@ class FieldSource:
 
 
 def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
+    """Returns a region's bounds, all of `size` for None; `InputError` where it does not lie within."""
     if region is None:
         return (0, size[0]), (0, size[1])
     try:

@@ -84,6 +84,7 @@ class Steps:
         )
 
     def _dealt(self, start: int, stop: int) -> list[Share]:
+        """Returns this rank's `Share` of each micro-batch of positions [start, stop); one sample stands in for none."""
         indices = self.order.indices(start, stop).tolist()
         samples = len(indices)
         batch = read(self.source, indices) if self.whole else None

@@ -158,6 +158,7 @@ def _all_alike(table: torch.Tensor) -> bool:
 
 
 def _check_same(batch: Any, again: Any, world: Axis, device: torch.device) -> None:
+    """Raise `InputError` where `Task.batch(0)` differs between two calls, or between ranks. Collective."""
     # Each call on each rank against the first one on the first rank.
     sums = [checksum_of(batch), checksum_of(again)]
     table = gather_rows(put(sums, device), world)

@@ -70,6 +70,7 @@ def _axis(members: list[list[int]]) -> Iterator[Axis | None]:
 
 
 def _growing(device: torch.device, axis: Axis | None, nodes: int, per_node: int, sizes: Sequence[int]) -> list[Between]:
+    """Returns rows of collectives over `nodes` nodes, by size, until one takes longer than `LONG_US`."""
     rows: list[Between] = []
     assert axis is not None  # the number of nodes is divided evenly
     for wanted in sizes:

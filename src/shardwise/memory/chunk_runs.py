@@ -210,6 +210,7 @@ class _Joined:
         return here
 
     def _put(self, share: torch.Tensor, dim: int, owners: Owners, index: int) -> None:
+        """Copy a turn's chunk into its positions along `dim` of the result."""
         if self.total is None:
             shape = list(share.shape)
             shape[dim] = owners.size

@@ -166,6 +166,7 @@ def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting
 
 
 def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether a product of these may be put off: of float rows that no summand, transform or autocast touches."""
     transforms = torch._C._functorch.peek_interpreter_stack() is not None
     settled = rows
     # shares are cut into chunks below the ranks' axes; a summand has to be summed over them first

@@ -165,6 +165,7 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
 
 
 def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constraints: Constraints) -> Iterator[Layout]:
+    """Yields layouts of `base` with each choice of ZeRO, micro-batch, recompute, schedule and ep."""
     for zero, shard in _sharding(base, dp, node, constraints):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:

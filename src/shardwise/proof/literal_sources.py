@@ -98,6 +98,7 @@ def _span(source: Any) -> Any:
 
 
 def _count(source: Any) -> int | None:
+    """Returns how many samples a source has by its files or arrays; None where they are not counted here."""
     if isinstance(source, Blend):
         counts = [(_count(one), one) for one in source.sources]
         return sum(len(one) if count is None else count for count, one in counts)

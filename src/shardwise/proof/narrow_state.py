@@ -91,6 +91,7 @@ def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]]) -> Non
 
 
 def _measure(parity: Parity, plan: Plan, full: FewSteps, coded: FewSteps) -> None:
+    """Add a note on how far losses and weights of coded state are from those of full state."""
     losses = max(abs(a - b) / max(abs(a), 1e-300) for a, b in zip(full.losses, coded.losses, strict=True))
     apart = sum(float((coded.after[name] - value).square().sum()) for name, value in full.after.items())
     moved = sum(float((value - full.before[name]).square().sum()) for name, value in full.after.items())

@@ -164,6 +164,7 @@ def _small_plan(plan: Plan, samples: int) -> Plan:
 
 
 def _of_ranks(plan: Plan, most: int) -> Plan:
+    """Returns the plan with at most `most` data ranks on each axis, and the fewest of ep, pp and accumulate."""
     ep = next((n for n in range(MOST_RANKS, plan.ep + 1) if plan.ep % n == 0), plan.ep)
     small = plan.with_(
         dp_replicate=min(plan.dp_replicate, most),

@@ -258,7 +258,7 @@ def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None
 
 
 def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, parity: Parity) -> None:
-    """Run the training loop in its own precision; what it writes beside its own weights goes into `parity`."""
+    """Run the training loop in its own precision; differences of files from the run's own weights go into `parity`."""
     if parity.unproven:  # one process cannot run in it
         return
     task = small.build_task()

@@ -65,6 +65,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
     store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=timeout_s)
 
     def be(which: str, rank: int, members: int) -> None:
+        """Open the default process group anew, of `members` ranks, over the part `which` of the store."""
         dist.init_process_group(
             _own_backend(),
             store=dist.PrefixStore(f"{name}/{which}", store),

@@ -198,6 +198,7 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
             signal.signal(number, handler)
 
     def handle(number: int, frame: Any) -> None:
+        """Signal handler: asks ranks to stop; Ctrl-C before a first step acts as without this context."""
         restore()
         early = not asked.begun()
         asked.early = early and number == signal.SIGTERM

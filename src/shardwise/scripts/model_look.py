@@ -320,6 +320,7 @@ class _OfOutputs(Loss):
         return float(self._added(lambda each: each.abs() + each.square()).detach())
 
     def _added(self, term: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the sum over outputs and samples of `term` of each sample's number (`_projected`)."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for leaf, at in zip(self._leaves, self._made.rows(self._leaves, self._count), strict=True):
             if not isinstance(leaf, torch.Tensor) or at is None or not leaf.is_floating_point():

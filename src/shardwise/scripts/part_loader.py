@@ -220,6 +220,7 @@ class PartLoader:
             yield from batches
 
     def _tell(self, reason: str) -> None:
+        """Add a notice where whole batches are read, or could not be read (`reason`), since either costs something."""
         if self._ways[0] == self._whole:
             why = reason or "the loader joins samples by a function of its own, which may pad or draw by what is beside"
             self.notices.append(
@@ -257,6 +258,7 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+        """Yields parts cut out of whole batches; raises `Unfit` where a batch cannot be cut."""
         for batch in source:
             whole, checksum = sampler.dealt.popleft()
             self._look = [] if self._compared else look_of(batch)

@@ -260,7 +260,7 @@ class SampleDraws(TorchFunctionMode):
 
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
-        """Returns what a random operation draws: this rank's rows of what one process draws, or all of it alike."""
+        """Returns what a random operation draws: this rank's rows of one process's numbers, or all numbers alike."""
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         named, self._op = _named_arguments(func, args, kwargs), str(func)

@@ -111,6 +111,7 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
 
 
 def _of_rank_0(tensor: torch.Tensor, told: tuple[list[int], str], world: Axis, device: torch.device) -> torch.Tensor:
+    """Returns rank 0's tensor, on the CPU of every rank; `told`: its shape and dtype. Collective."""
     shape, dtype = told[0], getattr(torch, told[1].removeprefix("torch."))
     sent = tensor.detach().to(device) if world.index == 0 else torch.empty(shape, dtype=dtype, device=device)
     flat = sent.contiguous().reshape(-1)

@@ -59,6 +59,7 @@ def open_doors(prepared: Any) -> None:
 
     @names_line
     def load_state_dict(self: Optimizer, state: Mapping[str, Any]) -> None:
+        """Stands for the optimizer's own: each rank takes its pieces of whole state."""
         _refuse_in_whole(prepared, "optimizer.load_state_dict(...)")
         prepared.meet_with("optimizer.load_state_dict(...)", dict(state))
         engine = prepared.held_in_pieces

@@ -246,6 +246,7 @@ def _flip_weight(fault: Fault, state: Any) -> None:
 
 
 def _flip_optimizer(fault: Fault, state: Any) -> None:
+    """Flip one bit in the optimizer's state of a parameter, the first without a name."""
     import torch
 
     for slot in state.technique.slots:

@@ -90,6 +90,7 @@ def collect(
 
 
 def _tried(part: str, name: str, attempt: Callable[[], EvidenceRow], until: float) -> EvidenceRow:
+    """Returns the row of an attempt with its seconds; one that says why, where it fails or time is over."""
     began = time.monotonic()
     if began > until:
         return EvidenceRow(part, name, None, "not tried: the time was over")

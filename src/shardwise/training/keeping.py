@@ -80,6 +80,7 @@ class Stopping:
             signal.signal(number, signal.SIG_IGN)
 
     def _hear(self, number: int, frame: Any) -> None:
+        """Signal handler: notes the request; Ctrl-C before the first step goes to the handler before this one."""
         if self.starts and number == signal.SIGINT:
             self.stop()
             # raise the signal again for the handler that was there before
@@ -337,6 +338,7 @@ class Keeper:
             self._failed(error, final)
 
     def _failed(self, error: RunError, final: bool = False) -> None:
+        """Tell of a failed save by a notice; raises at the second in a row, or a final one."""
         self._failures += 1
         # every step is done and the weights are written: a last checkpoint that fails is no failure of the run
         if self._weights is not None:
