@@ -27,7 +27,7 @@ def test_a_plan_with_compiled_blocks_is_proven_in_its_precision(plan: str, pool:
 @pytest.mark.parametrize(("plan", "where", "old", "new"), [
     ("dp_replicate=2", "engine.recipe:_compiled", "torch.compile(forward, options=OPTIONS)",
      "lambda *args, **kwargs: 1.001 * forward(*args, **kwargs)"),
-    pytest.param("tp=2", "parallel.tensor.compiled:_Compiled.__call__", "iter(results)",
+    pytest.param("tp=2", "parallel.tensor.compiled:_Compiled._compiled", "iter(results)",
                  "iter([1.001 * result for result in results])", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_what_compiled_blocks_alone_do_wrong_is_found_and_told(

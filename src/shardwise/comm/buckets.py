@@ -33,7 +33,7 @@ _small: ContextVar[list[int] | None] = ContextVar("small buckets", default=None)
 def small_buckets() -> Iterator[list[int]]:
     """Context: buckets made inside have about a third of their parameters each, so a small model has several too.
 
-    Yields how many buckets each set of parameters came to.
+    Yields a list to which the number of buckets of each `GradientBuckets` made inside is added.
     """
     made: list[int] = []
     token = _small.set(made)
@@ -112,7 +112,7 @@ class Bucket:
             self.forget_views()
 
     def _holders(self) -> list[int]:
-        """Returns how many tensors lie in the buffer's memory, and how often each gradient is referred to."""
+        """Returns [uses of the buffer's memory, references to each gradient in it, ...]: more if one was kept."""
         assert self.buffer is not None
         users = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)
         return [users, *map(sys.getrefcount, self.views_now)]
@@ -197,7 +197,7 @@ class GradientBuckets:
             bucket.launched = False
 
     def finish_micro_batch(self) -> None:
-        """Launch what the backward did not complete. Called after it."""
+        """Called after a backward: launches the buckets that it did not fill, with zeros for missing gradients."""
         self.used |= self.used_now
         self._learning = False
         if self.sync:
@@ -271,6 +271,7 @@ class GradientBuckets:
             self._launch_next()
 
     def _launch_next(self) -> None:
+        """Launches the next bucket in order, zeros where no gradient came; in a fixed order, gives it to that."""
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.complete()

@@ -64,7 +64,7 @@ class Axis:
 
     @property
     def turns(self) -> bool:
-        """Returns whether its ranks are turns of one rank, which cannot send: a sum over it is kept as summands."""
+        """Returns whether its "ranks" are turns of one rank (chunks), which cannot send: sums over it stay summands."""
         return self.name == CHUNKS
 
     @property

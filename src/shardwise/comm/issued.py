@@ -57,16 +57,16 @@ class Waited:
 
 
 class IssueLog:
-    """The entries of one rank in their order; `number_of` finds an operation again by its work."""
+    """What one rank issued and waited for, in order (`entries`); operations are numbered from 0."""
 
     def __init__(self) -> None:
         self.entries: list[Issued | Waited] = []
         self._count = 0
         self._batches = 0
         self._batch: int | None = None
-        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._made: dict[str, int] = {}
+        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # torch's work -> number of its operation
+        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # process group -> `_name`
+        self._made: dict[str, int] = {}  # torch's name of a group -> groups made so far under it
 
     def add(self, op: str, group: Any, ranks: Sequence[int], axis: str, tensor: Any, tag: str, place: str,
             peer: int = -1) -> int:  # fmt: skip
@@ -81,7 +81,7 @@ class IssueLog:
         return self._count - 1
 
     def work(self, work: Any, number: int) -> None:
-        """Note which operation a work is of."""
+        """Note that `work` (torch's handle to wait for) is of operation `number`."""
         self._works[work] = number
 
     def waited(self, work: Any) -> None:

@@ -82,7 +82,7 @@ class Ledger:
         )
 
     def rows(self) -> list[dict]:
-        """Returns one dict for each (tag, op, axis), for a table or a file."""
+        """Returns {"tag", "op", "axis", "calls", "received_bytes"} for each (tag, op, axis), sorted."""
         return [
             {"tag": t, "op": o, "axis": a, "calls": e.calls, "received_bytes": round(e.received_bytes)}
             for (t, o, a), e in sorted(self.entries.items())

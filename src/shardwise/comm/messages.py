@@ -121,7 +121,7 @@ class RankMessage:
 def exchange(
     sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: Axis
 ) -> tuple[list[Pending], list[Pending]]:
-    """Begin messages to and from other ranks together: none waits for another. Returns what to wait for, of each.
+    """Begin messages to and from other ranks together: none waits for another. Returns a `Pending` for each.
 
     An accelerator's backend begins them in one group call. One after another, two ranks that each send first would
     wait for each other as soon as a message is larger than what the backend buffers.

@@ -114,6 +114,7 @@ class Observer(TorchDispatchMode):
         self._record(kind, args[full or 0], 0 if full is None else _bytes(args[full]), group, uneven)
 
     def _record_functional(self, name: str, args: tuple) -> None:
+        """Adds a collective of torch's functional kind, whose group stands among its arguments by name."""
         from torch.distributed.distributed_c10d import _resolve_process_group
 
         group = _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))

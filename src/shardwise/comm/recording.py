@@ -78,17 +78,17 @@ class _State:
 
     def __init__(self) -> None:
         self.record: RankRecord | None = None
-        self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.keys: dict[int, str] = {}
-        self.made: dict[str, int] = {}
-        self.works: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        self.pairs: dict[tuple[Any, ...], int] = {}
-        self.axes: dict[str, str] = {}
-        self.texts: dict[Any, int] = {}
+        self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # process group -> number; -1: left out
+        self.keys: dict[int, str] = {}  # number of a group -> its key, the same on all ranks
+        self.made: dict[str, int] = {}  # torch's name of a group -> groups made so far under it
+        self.works: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # -> (group, number in it)
+        self.pairs: dict[tuple[Any, ...], int] = {}  # (id of a group, peer, tag, whether it sends) -> number
+        self.axes: dict[str, str] = {}  # torch's name of a group -> its mesh axis
+        self.texts: dict[Any, int] = {}  # value -> number of its text
         # by the id of a code object, which is kept here and so stays its own: hashing one takes longer than all else
         self.kinds: dict[int, tuple[int, Any]] = {}
-        self.places: dict[tuple[int, int], int] = {}
-        self.others: dict[int, Reader] = {}
+        self.places: dict[tuple[int, int], int] = {}  # (id of a code object, line) -> number of its text
+        self.others: dict[int, Reader] = {}  # rank -> its record; -1: this rank's own
         self.strict = False
         self.log: IssueLog | None = None
 
@@ -161,7 +161,7 @@ def _replace_methods() -> None:
 
 
 def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable[..., Any]:
-    """Returns `own`, a process group's method, with each call written to the record."""
+    """Returns a process group's method `own` that writes each call to the record. `place`: of the tensor in args."""
 
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "refused", None) is not None:
@@ -187,13 +187,13 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
 
 
 def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
-    """Returns `own`, sending or receiving between two ranks, with each call written to the record."""
+    """Returns a process group's `own`, which sends or receives a message, that writes each call to the record."""
 
     def pass_on(self: Any, tensors: Any, peer: int, *rest: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "refused", None) is not None:
             _refuse("send" if sends else "recv")
         state = _state
-        if state.record is None and state.log is None:
+        if state.record is None and state.log is None:  # nobody watches this process
             return own(self, tensors, peer, *rest, **kwargs)
         tag = rest[0] if rest else kwargs.get("tag", 0)
         where = None if state.record is None else _pair(self, peer, tag, sends)
@@ -206,7 +206,7 @@ def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
 
 
 def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `Work.wait` with what the rank waits for in the record meanwhile."""
+    """Returns torch's `Work.wait` (`own`) that names in the record, while it runs, the operation that is waited for."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine, where = _state.record, _state.works.get(self)

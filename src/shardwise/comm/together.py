@@ -21,6 +21,7 @@ import torch
 
 from shardwise.comm.collectives import Axis, broadcast, gather_rows
 
+# yields (this rank's row (k,), axis), is sent the table (ranks, k) of all rows, ..., and returns its result
 Gathering = Generator[tuple[torch.Tensor, Axis], torch.Tensor, Any]
 MOST_BYTES = 16 * 2**20
 _UNIT = 16  # bytes of the widest dtype, at whose multiples rows begin
@@ -56,7 +57,7 @@ class _Begun:
 
     def __init__(self, gathering: Gathering):
         self.gathering = gathering
-        self.asks: tuple[torch.Tensor, Axis] | None = None
+        self.asks: tuple[torch.Tensor, Axis] | None = None  # (row, axis); None: it has come to its value
         self.value: Any = None
         self.go_on(None)
         self.table_bytes = 0 if self.asks is None else self.asks[0].nbytes * self.asks[1].size

@@ -24,7 +24,7 @@ class TreeSum:
 
     def __init__(self, count: int):
         self.count = count
-        self.parts: dict[Run, torch.Tensor] = {}
+        self.parts: dict[Run, torch.Tensor] = {}  # node [low, high) -> the sum over its pieces
 
     def add(self, low: int, high: int, value: torch.Tensor) -> None:
         """Add the sum over pieces `low` to `high` - 1, which may be written to from here on."""
@@ -50,7 +50,7 @@ class TreeSum:
 
 
 class FixedOrder:
-    """Sums of a step over pieces, by tensor (bucket, unit); collective where a sum is asked for.
+    """Sums of a step over pieces of the batch, in one tree, by key (of a bucket, a unit); collective when read.
 
     leaf   the piece that is running, and whether it is the rank's `last` in the step
     """

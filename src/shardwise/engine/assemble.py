@@ -54,7 +54,8 @@ def assemble(
         task.optimizer, nature, applied.technique, names, shapes, mesh.shard, plan=plan, tensor=applied.tensor,
         marks=applied.marks,
     )  # fmt: skip
-    notices = applied.notices + _leaves_node(plan)
+    notices = applied.notices  # the same list: compiled blocks add to it in the first step
+    notices += _leaves_node(plan)
     if nature.narrow is not None:
         notices.append(f"the optimizer's own arithmetic runs in {nature.narrow}")
     absent = applied.cut.absent if applied.cut is not None else set()

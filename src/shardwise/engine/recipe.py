@@ -131,7 +131,7 @@ def apply_plan(
     if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
         _check_memory(module, plan, mesh, precision, absent, spread.positions)
     chunks = _in_chunks(module, blocks, plan, spread)
-    notices += _prepare(module, blocks, plan)
+    _prepare(module, blocks, plan, notices)
     activations = move_activations(module, blocks, plan, mesh, notices)
     order = _fixed_order(plan, mesh)
     moved: ShardFile | None = None
@@ -303,10 +303,12 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
     ]
 
 
-def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
-    """Let each block be recomputed and compiled, as the plan says; returns a notice for blocks that are not compiled.
+def _prepare(module: nn.Module, blocks: Blocks, plan: Plan, notices: list[str]) -> None:
+    """Let each block be recomputed and compiled, as the plan says.
 
     Where weights or positions are cut the compiled one is what runs again.
+
+    notices  gets a line for blocks that are not compiled, now or in the step that finds them so
     """
     eager: dict[str, str] = {}
     cut = plan.tp > 1 or plan.cut_positions > 1
@@ -315,16 +317,14 @@ def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
     for path in paths.values():
         block = module.get_submodule(path)
         if plan.compile and cut:
-            reason = _compile_cut(block, path, blocks)
+            reason = _compile_cut(block, path, blocks, notices)
             eager |= {path: reason} if reason else {}
         if plan.remat != "none":
             recompute_block(block, plan.remat)
         if plan.compile and not cut:
             block.forward = _compiled(block.forward)
-    first = next(iter(eager), "")
-    return (
-        [f"compile leaves {len(eager)} of {len(paths)} blocks as they are: '{first}': {eager[first]}"] if eager else []
-    )
+    for path in list(eager)[:1]:
+        notices.append(f"compile leaves {len(eager)} of {len(paths)} blocks as they are: '{path}': {eager[path]}")
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,13 +340,13 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _compile_cut(block: nn.Module, path: str, blocks: Blocks) -> str:
+def _compile_cut(block: nn.Module, path: str, blocks: Blocks, notices: list[str]) -> str:
     """Compile a block whose weights may be cut; returns why it is left uncompiled, "" where it is compiled."""
     if any(other.startswith(f"{path}.") for other in blocks.paths):
         return "there are blocks inside it, which are compiled"
     reason = why_eager(block)
     if not reason:
-        compile_block(block, path)
+        compile_block(block, path, notices)
     return reason
 
 

@@ -37,7 +37,7 @@ def sibling(low: int, high: int, count: int) -> tuple[Run, Run] | None:
 
 @dataclass(frozen=True)
 class BatchPieces:
-    """`count` pieces, dealt over `accumulate` micro-batches and `ranks` in each; both together divide `count`."""
+    """A global batch as `count` pieces, dealt evenly over `accumulate` micro-batches of `ranks` ranks each."""
 
     count: int
     accumulate: int
@@ -58,7 +58,7 @@ class BatchPieces:
         return [cut(total, pieces, rank * self.per_rank + place) for place in range(self.per_rank)]
 
     def runs(self, rank: int) -> list[Run]:
-        """Returns the largest nodes of the tree that lie within a rank's leaves, in order."""
+        """Returns the largest nodes, [low, high) of leaves, of the tree that hold a rank's pieces alone, in order."""
         firsts = [self.first(index, rank) for index in range(self.accumulate)]
         mine = {leaf for first in firsts for leaf in range(first, first + self.per_rank)}
 

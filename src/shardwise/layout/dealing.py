@@ -30,7 +30,7 @@ class Share:
 
 
 def cut(length: int, pieces: int, index: int) -> tuple[int, int]:
-    """Returns [start, stop) of piece `index` when `length` items are cut into `pieces` that differ by at most one."""
+    """Returns [start, stop) of piece `index` of `length` items cut into `pieces` whose sizes differ by at most one."""
     return length * index // pieces, length * (index + 1) // pieces
 
 

@@ -46,7 +46,7 @@ _COLOURS = {"F": "#9ecae1", "B": "#fdd0a2", "I": "#fdae6b", "W": "#a1d99b"}
 
 
 def as_svg(schedule: Schedule, times: Times | None = None) -> str:
-    """Returns the table as an SVG picture."""
+    """Returns the table as an SVG picture: a row for each rank, a box for each op, `summary` below."""
     done = schedule.timeline(times)
     end_of_all = max(end for _, end in done.values())
     wide, high, left = 26.0, 26.0, 60.0

@@ -43,7 +43,7 @@ class Grid:
         return tuple(tiles.get(axis, 1) if axis in SPACE else getattr(self.plan, axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns the rank's coordinate on each axis."""
+        """Returns axis -> the rank's coordinate on it."""
         coordinate = {}
         for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):  # the last axis varies fastest
             rank, coordinate[axis] = divmod(rank, degree)
@@ -65,7 +65,7 @@ class Grid:
 
 
 def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]]:
-    """Returns (rank, node, device and coordinates of each rank; axes whose groups lie on several nodes)."""
+    """Returns (for each rank {"rank", "node", "device", axis: coordinate}, axes whose groups lie on several nodes)."""
     grid = Grid(plan)
     ranks = range(math.prod(grid.shape))
     rows = [{"rank": r, "node": r // devices, "device": r % devices, **grid.coordinates(r)} for r in ranks]

@@ -57,5 +57,5 @@ def key(
 
 
 def keys_with(plan: type, what: str) -> dict[str, Any]:
-    """Returns name -> this entry (`choices`, say) of each key of `Plan` that has one, in its order."""
+    """Returns key -> its entry `what` ("choices", "needs", ...), for the keys of `Plan` that have that entry."""
     return {row.name: row.metadata[what] for row in fields(plan) if row.metadata[what]}

@@ -54,7 +54,7 @@ def placements(text: str, state: str = "") -> tuple[Placement, ...]:
 
 
 def _with_weights(parts: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Returns the placements with what lies where weights on the host do: gradients, and state that no disk has."""
+    """Returns the placements; where weights lie on the host, with gradients and the rest of the state there too."""
     if not any((part.state, part.tier) == ("parameters", "host") for part in parts):
         return parts
     others = [part for part in parts if (part.state, part.tier) not in (("optimizer", "host"), ("gradients", "host"))]
@@ -70,7 +70,7 @@ def weights_on_host(text: str) -> bool:
 
 
 def canonical(text: str) -> str:
-    """Returns the text of `offload` as plans print and compare it."""
+    """Returns the text of `offload` in the one form in which plans print and compare it."""
     return "|".join(map(str, placements(text))) or "none"
 
 
@@ -85,6 +85,7 @@ def of_class(text: str, state: str) -> str:
 
 
 def _placement(part: str, text: str) -> Placement:
+    """Returns the `Placement` of one part (class:tier:fraction) of the `offload` text; `InputError` for other text."""
     state, *rest = part.split(":")
     if state not in CLASSES:
         hint = did_you_mean(state, list(CLASSES)) or f"; {ours_of('cpu_offload')}"

@@ -93,24 +93,24 @@ KEY_OF = {  # of a configuration: trainers' arguments, and peft's
 
 
 def key_of(word: str) -> str | None:
-    """Returns the key of a configuration that another tool's word stands for, maybe with a remark; None for others."""
+    """Returns the configuration key that another tool's word stands for, maybe with a remark; None if not known."""
     ours = _of(KEY_OF, word)
     plan = None if ours else _of(OURS_OF, word)
     return ours or (f"plan.{plan}" if plan and is_key(plan) else plan)
 
 
 def is_key(ours: str) -> bool:
-    """Returns whether `ours_of` or `key_of` gave keys, and not what stands in their place."""
+    """Returns whether a result of `ours_of` or `key_of` is keys, and not an explanation why there is no key."""
     return not ours.startswith("no key") and ours != _RANKS
 
 
 def as_ours(ours: str) -> str:
-    """Returns the end of a message on another tool's word, of what `ours_of` or `key_of` gave for it."""
+    """Returns the end of a message on another tool's word; `ours`: the result of `ours_of` or `key_of` for it."""
     return f"; that is {ours} here" if is_key(ours) else f"; here {ours.removeprefix('no key: ')}"
 
 
 def ours_of(word: str, value: str = "") -> str | None:
-    """Returns how a plan says another tool's `word`, or `word=value`; None for a word that is not known."""
+    """Returns how a plan says another tool's `word` or `word=value`, or why it has no key; None if not known."""
     ours = _of(OURS_OF, word)
     if ours is None or not value:
         return ours

@@ -209,7 +209,7 @@ class Plan:
     def sharded(self) -> ZeroStage:
         """Returns the plan's `ZeroStage`: what each rank keeps as a shard; stage 0 for shard groups of one rank.
 
-        Units of zero=3 whose weights lie elsewhere are gathered by a rank alone too: from there.
+        One rank has a stage too where weights of zero=3's units lie elsewhere: it gathers them from there.
         """
         alone = self.dp_shard * self.cut_positions == 1 and not (STAGES[self.zero].weights and self.moves_weights)
         return UNSHARDED if alone else STAGES[self.zero]
@@ -226,9 +226,9 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str | Plan | Mapping[str, Any]) -> Plan:
-        """Returns the plan in `"dp_shard=2,zero=3"`, in a path ending in `.toml`, or "" / "single" for one process.
+        """Returns the plan of a text: `dp_shard=2,zero=3`, a path ending in `.toml`, "" or "single" (one process).
 
-        A mapping of keys and values, or its text, is one too.
+        A mapping of keys and values, its text, or a `Plan` is taken too.
         """
         text = mapping_in(text)
         if isinstance(text, Plan):
@@ -358,7 +358,8 @@ def _is_whole(value: Any) -> bool:
 
 
 def _from_text(key: str, value: str) -> Any:
-    if key == "deterministic" and value.lower() in ("true", "false"):
+    """Returns the value of a key from its text: a number, a bool, the tiles of `domain`, else the text itself."""
+    if key == "deterministic" and value.lower() in ("true", "false"):  # else a number of pieces
         return value.lower() == "true"
     if key in (*DEGREES, "zero", "deterministic"):
         try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of one precision, each by its short name, a key of `TORCH`.
+    """The dtypes of one precision, by their short names, such as "bf16" (keys of `TORCH`).
 
     compute  of the module's weights, of activations and of products
     master   of the weights and the state that the optimizer has

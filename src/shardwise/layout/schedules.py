@@ -75,9 +75,9 @@ class Schedule:
 
     @cached_property
     def brought(self) -> tuple[dict[tuple[str, int], list[tuple[int, int, int]]], ...]:
-        """Returns for each rank the messages that others send it: (from stage, to stage, micro-batch), in order.
+        """Returns for each rank ("F" or "B", sender) -> [(from stage, to stage, micro-batch)] of messages to it.
 
-        By (kind of the op that makes it: "F" or, of a gradient, "B"; sender). What a rank sends itself is no message.
+        In order; "F": a forward's output, "B": a gradient. What a rank sends itself is no message.
         """
         messages: list[dict[tuple[str, int], list[tuple[int, int, int]]]] = [{} for _ in self.rows]
         for rank, row in enumerate(self.rows):
@@ -91,7 +91,7 @@ class Schedule:
 
     @cached_property
     def rounds(self) -> tuple[tuple[tuple[Sent, ...], ...], ...]:
-        """Returns for each rank the messages that it sends and receives, those that are made at one time together.
+        """Returns for each rank its rounds: the messages (`Sent`) that it sends or receives, made at one time.
 
         The times are those of the table. All ranks come to the rounds in one order, in which no rank can wait for
         another that waits for it, even where a message is sent only once its receiver is there.

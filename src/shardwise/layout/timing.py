@@ -103,7 +103,7 @@ def play(
 
 
 def in_order(table: ScheduleRows) -> list[tuple[int, Op, int, int]]:
-    """Returns (rank, op, its kind and stage as a number, place of the op it waits for or -1), each after what it needs.
+    """Returns (rank, op, `_KINDS` index * stages + stage, place of the op it waits for, or -1), in an order that runs.
 
     Raises `RefusedPlan` where the rows wait for each other in a circle.
     """

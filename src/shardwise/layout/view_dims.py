@@ -17,6 +17,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ran
 
 @lru_cache(maxsize=4096)
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[range, range], ...]:
+    """Returns `groups` as a tuple: each run takes dims from the side whose product is smaller until both are equal."""
     runs, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         start_i, start_j = i, j

@@ -198,7 +198,7 @@ def _in_operations(
     dims = [0, *range(2, x.dim())]
     count = wide.new_full((1,), share * x.numel() / x.shape[1])
     sums = wide.sum(dims) * share
-    if isinstance(sums, Part):
+    if isinstance(sums, Part):  # a share of the channels: added beside the count, not in one message with it
         n, total = sum_over(count, axis, _TAG)[0].detach(), _sum_of_shares(sums, axis)
     else:
         totals = sum_over(torch.cat([sums, count]), axis, _TAG)
@@ -323,7 +323,7 @@ class Statistics:
 class KnownStatistics(FindBatchNorm):
     """Mode that notes each batch norm's statistics in `noted`, and normalises by another run's, `earlier`.
 
-    By these only where the other run's call of the same number was of the same module.
+    The n-th call takes those of the other run's n-th call, if that was of the same module; else its own.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], earlier: list[Statistics] | None = None):

@@ -105,7 +105,7 @@ class Flat:
         self._places: list[tuple[_Shard, int, int, int]] = []  # for each slot: shard, index, [first, last) within it
         for part in self.shards:
             self._add_slots(part)
-        self._pending: list[tuple[Pending, _Shard, torch.Tensor]] = []
+        self._pending: list[tuple[Pending, _Shard, torch.Tensor]] = []  # reductions under way, into which tensor
         self._summed = False  # over replicas, in this step
         self._used: set[int] = set()
 
@@ -149,7 +149,7 @@ class Flat:
         self.buckets.expect_pieces()
 
     def finish_micro_batch(self) -> set[int]:
-        """Launch what backward did not complete (zero=2 adds reduced shards up); returns the parameters it reached."""
+        """Launch what backward did not complete (zero=2 adds up shards); returns the indices of parameters reached."""
         self.buckets.finish_micro_batch()
         if self.stage.gradients and self.order is None:
             self._collect()
@@ -158,6 +158,7 @@ class Flat:
         return self.buckets.used_now
 
     def _reduce(self, bucket: Bucket) -> None:
+        """Starts the reduction of a whole bucket over dp_shard, of which this rank keeps its piece."""
         part = self.shards[self.buckets.buckets.index(bucket)]
         assert bucket.buffer is not None
         if self.stage.gradients:

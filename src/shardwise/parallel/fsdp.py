@@ -95,7 +95,7 @@ def partial_reductions(root: torch.nn.Module) -> list[torch.Tensor | None]:
 
 
 class _Announced:
-    """FSDP2's own way to gather, or to reduce, which first says that it is about to."""
+    """FSDP2's gather or reduction of a unit, which calls `say` before it runs."""
 
     def __init__(self, own: Any, say: Callable[[], None]) -> None:
         self._own, self._say = own, say
@@ -110,7 +110,7 @@ class _Announced:
 
 
 def announce(unit: FSDPModule, gathers: Callable[[], None], reduces: Callable[[], None]) -> None:
-    """Call a function each time before a unit is gathered, and one before its gradients are reduced."""
+    """Has `gathers()` called before each gather of a unit's weights, `reduces()` before each reduction of gradients."""
     for group in groups_of(unit):
         group._all_gather_comm = _Announced(group._all_gather_comm, gathers)
         group._reduce_scatter_comm = _Announced(group._reduce_scatter_comm, reduces)
@@ -122,7 +122,7 @@ def shards_of(unit: FSDPModule) -> list[torch.Tensor]:
 
 
 def lay_shards(unit: FSDPModule, memory: Sequence[torch.Tensor]) -> None:
-    """Let a unit's shards lie on other memory, given as `shards_of` has it; values do not come along."""
+    """Let a unit's shards lie on `memory`, tensors in the order and sizes of `shards_of`; values are not copied."""
     params = [param for group in groups_of(unit) for param in group.fsdp_params]
     for param, flat in zip(params, memory, strict=True):
         length = param.sharded_param._local_tensor.size(param.fsdp_placement.dim)
@@ -142,7 +142,7 @@ def put_shard(param: DTensor, whole: torch.Tensor) -> None:
 
 
 def around_gathers(unit: FSDPModule, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call a function before a unit's shards are read for a gather, and one when they have been."""
+    """Has `before()` called when a unit's shards are about to be read for a gather, `after()` when they have been."""
     for group in groups_of(unit):
         group.unshard = partial(_read, weakref.ref(group), before)
         group.wait_for_unshard = partial(_have_read, weakref.ref(group), after)
@@ -166,7 +166,7 @@ def _have_read(owner: weakref.ref[Any], after: Callable[[], None]) -> None:
 
 
 def copy_ahead(unit: FSDPModule) -> None:
-    """Let a rank that is alone copy a unit's shards from the host when its gather begins, beside what computes.
+    """Makes a unit of a group of one rank copy its shards from the host when its gather begins, in another stream.
 
     FSDP2 copies them where the gather is waited for, in the stream that computes.
     """
@@ -185,6 +185,7 @@ class _Copies:
 
 
 def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs: Any) -> None:
+    """Starts a group's gather from copies of its shards on the device, in the stream of copies."""
     group = owner()
     if group is not None:
         type(group).unshard(group, *args, **kwargs)
@@ -196,6 +197,7 @@ def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs
 
 
 def _use_copies(owner: weakref.ref[Any], copies: _Copies) -> None:
+    """Waits for a group's gather, which read the copies of its shards where they were begun for it."""
     group = owner()
     if group is None:
         return
@@ -225,12 +227,12 @@ class HostGradients:
         self._coming: list[tuple[Any, DTensor, Any]] = []  # (parameter, gradient, event behind its copy)
 
     def start_step(self) -> None:
-        """Forget the last step's."""
+        """Forget the gradients of the last step."""
         self._sums: dict[int, DTensor] = {}  # id of FSDP2's parameter -> gradients so far
         self._coming.clear()
 
     def take(self) -> None:
-        """Called after a backward: keep its gradients, and add up those of the one before."""
+        """Called after each backward: takes its gradients from the shards, and adds up those of the backward before."""
         self._add()
         for param in self._params:
             gradient = param.sharded_param.grad
@@ -240,6 +242,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _add(self) -> None:
+        """Adds the gradients that were taken last to the sums, once their copies have arrived."""
         for param, gradient, event in self._coming:
             if event is not None:
                 event.synchronize()
@@ -275,6 +278,7 @@ def reduce_unused(root: FSDPModule) -> None:
 
 
 def _with_zeros(owner: weakref.ref[Any], *unused: Any) -> None:
+    """Runs a group's end of backward with zeros for gradients that did not come, so that all ranks reduce alike."""
     group = owner()
     if group is not None:
         for fsdp_param in group.fsdp_params if group.reduce_grads else ():
@@ -294,7 +298,7 @@ def know_detach() -> None:
 
 
 def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
-    """Let a unit refuse to run inside a transform of `torch.func`, where this version's units cannot."""
+    """Makes a unit raise `RefusedPlan` inside a transform of `torch.func`, where this torch's FSDP2 cannot run."""
 
     def refuse(*unused: Any) -> None:
         if transforming():
@@ -308,8 +312,8 @@ def refuse_transforms(unit: torch.nn.Module, name: str) -> None:
 def await_unseen(unit: FSDPModule, inputs: Any, output: Any) -> None:
     """Lets FSDP2 gather a unit's weights for backward also where it does not see the gradient come.
 
-    It hooks the tensors of an output that torch's tree functions find. Hooked here are those in an object of one's
-    own, and, where an output is a view, its base: an operation in place on a view (`y = block(x); y += x`) drops the
+    FSDP2 hooks the output's tensors that torch's tree functions find. Hooked here are those in an object of the user's
+    class, and, where an output is a view, its base: an operation in place on a view (`y = block(x); y += x`) drops the
     view's hook.
     """
     # a view of an input: its base is the caller's, whose gradient comes when the unit's backward is over
@@ -324,7 +328,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def outlive(module: nn.Module, output: Any) -> Any:
-    """Returns a model's output with copies of parameters in it (a learned temperature): FSDP2 frees these next."""
+    """Returns a model's output, parameters in it (a learned temperature) copied, since FSDP2 frees their memory."""
     gathered = {param.untyped_storage()._cdata for param in module.parameters() if not isinstance(param, DTensor)}
 
     def keep(leaf: torch.Tensor) -> torch.Tensor:
@@ -347,7 +351,7 @@ def outlive(module: nn.Module, output: Any) -> Any:
 
 
 def without_margin(output: Part) -> torch.Tensor:
-    """Returns a view without the deep halo, so that its gradient arrives at `output`, where FSDP2 waits for it."""
+    """Returns a view of `output` without its `margin`, so that its gradient arrives at `output`, where FSDP2 hooks."""
     return output if output.margin is None else output.view_as(output)
 
 

@@ -86,7 +86,7 @@ class FullShard:
         elsewhere: Callable[[list[list[torch.Tensor]]], ShardMemory | None] | None = None,
         host: bool = False,
     ):
-        """Make shards of a module's units, and of what is in none.
+        """Shard the parameters of a module's units, and of what is in none.
 
         elsewhere  gives memory for the shards of units (flat, without values), which stay where that is None
         host       shards lie in the host's memory, beside their gradients and what the optimizer keeps
@@ -106,7 +106,7 @@ class FullShard:
         self.pairs = pairs_in(module)  # names of those that are complex outside
         self._of_pairs = {id(param) for name, param in module.named_parameters() if name in self.pairs}
         self._whole = {id(param) for param in here if not (self._dims(param) and param.numel() and can_cut(param))}
-        self._whole_gradients: dict[int, torch.Tensor] = {}
+        self._whole_gradients: dict[int, torch.Tensor] = {}  # index of an uncut parameter -> its reduced gradient
         self._used_now: set[int] = set()
         self._used: set[int] = set()
         self.written = False  # into shards, past the optimizer
@@ -125,6 +125,7 @@ class FullShard:
         return param.shape[:-1] if id(param) in self._of_pairs else param.shape
 
     def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
+        """Shards units, inner ones first, then the root by FSDP2, whose division is off, and hooks their forwards."""
         assert mesh.device_mesh is not None
         know_detach()
         device_mesh = mesh.device_mesh if self._replicas > 1 else mesh.device_mesh["dp_shard"]
@@ -251,7 +252,7 @@ class FullShard:
             unit.register_forward_pre_hook(lambda m, a, trained=trained: self._hook_gathered(trained))
 
     def inside(self, unit: nn.Module) -> list[tuple[nn.Module, str, str]]:
-        """Returns (module, attribute, name) of each parameter of a unit that is in no unit inside it."""
+        """Returns (module, attribute, name) of each of a unit's parameters, without those of units inside it."""
         within = set(unit.modules())
         nested = [other for other in self.units if other is not unit and other in within]
         own = within.difference(*(set(other.modules()) for other in nested))
@@ -263,6 +264,7 @@ class FullShard:
         ]
 
     def _hook_gathered(self, trained: list[tuple[nn.Module, str, int]]) -> None:
+        """Hooks the gathered parameters of a unit that runs, so that the gradients' arrival is noted."""
         for child, leaf, index in trained:
             param = child._parameters[leaf]
             # a DTensor is still the shard: it was not gathered for this call, and no gradient comes to it here
@@ -353,10 +355,7 @@ class FullShard:
         self.slots[index].master.grad = None if value is None else self._gradient(index)
 
     def place_gradient(self, index: int, whole: torch.Tensor | None) -> None:
-        """Set a parameter's gradient to this rank's piece of a whole tensor, where no backward has brought one.
-
-        None takes away what there is.
-        """
+        """Set a parameter's gradient to this rank's piece of a whole tensor, past backward; None takes it away."""
         param = self.params[index]
         if whole is None:
             torch.Tensor.grad.__set__(param, None)  # past what a script sees in the attribute's place
@@ -384,10 +383,7 @@ class FullShard:
 
     @torch.no_grad()
     def share_uncut(self) -> None:
-        """Give every rank the gradients of parameters that are not cut. Collective.
-
-        Before, the first of dp_shard alone has them divided and clipped.
-        """
+        """Give every rank the gradients of uncut parameters, as the first of dp_shard has clipped them. Collective."""
         gradients = [gradient for gradient in self._whole_gradients.values() if gradient.numel()]
         broadcast_together(gradients, self._shards, 0, "control")
 
@@ -442,7 +438,7 @@ class FullShard:
         return ready(self._outside(index, param))
 
     def full_gradient(self, index: int) -> Gathering:
-        """Gathers the whole gradient; None where no rank used the parameter."""
+        """Gathers the whole gradient, divided and clipped; None where no rank used the parameter."""
         if index in self._whole_gradients:
             gradient = self._whole_gradients[index].clone()
             if gradient.numel():  # the first of dp_shard alone has divided and clipped it

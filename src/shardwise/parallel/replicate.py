@@ -87,7 +87,7 @@ class Replicate:
         self.buckets.expect_pieces()
 
     def finish_micro_batch(self) -> set[int]:
-        """Launch the buckets that backward did not complete; returns the parameters it reached."""
+        """Launch the buckets that backward did not complete; returns the indices of the parameters that it reached."""
         self.buckets.finish_micro_batch()
         return self.buckets.used_now
 

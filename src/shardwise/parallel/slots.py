@@ -46,7 +46,7 @@ class ShardMemory(Protocol):
         """Called before the shards of a unit, by its number, are read."""
 
     def after_gather(self, unit: int) -> None:
-        """Called when they have been."""
+        """Called when the shards of a unit have been read."""
 
     def let_go(self) -> None:
         """Let go of what was read or written by others than gathers."""
@@ -84,7 +84,7 @@ class DataParallel(Protocol):
         ...
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait for reductions and set `slot.master.grad`: the sum over ranks, None where no rank used it."""
+        """Wait for reductions; sets `slot.master.grad` to the sum over ranks, None where no rank used it (`used`)."""
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
         """Returns the tensors in which this step's gradients lie end to end, zeros between; None where they do not."""
@@ -155,7 +155,7 @@ def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Te
 
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Copy into a master, in place, the weight's elements that are not the master's own, rounded."""
+    """Copies into a master those elements of a weight that differ from the master's, rounded: written by hand."""
     # where they agree the master stays: it has digits that the weight's narrower dtype lost
     master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
 

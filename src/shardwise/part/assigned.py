@@ -69,6 +69,7 @@ class _Data(property):
 
 
 def _assign(before: Any, tensor: torch.Tensor, value: Any) -> None:
+    """Sets `tensor.data = value`, either of them distributed or standing for a distributed tensor."""
     if getattr(tensor, "reads_weight", False):
         value = now_of(value)
         if value.shape != tensor.shape:  # which `copy_` would repeat
@@ -96,7 +97,7 @@ def _become(tensor: Distributed, value: Distributed) -> None:
 
 
 def _whole(value: torch.Tensor, beside: Distributed) -> Sum:
-    """Returns a plain tensor as a `Sum` already taken, over the axis of `beside`."""
+    """Returns a plain tensor as a `Sum` that is reduced already, over the axis of `beside`."""
     made = Sum(value, beside.axis)
     made.total = value
     return made

@@ -26,7 +26,7 @@ Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
 
 
 def _parts_of(tensor: torch.Tensor) -> Iterator[Part]:
-    """Yields the part over each axis of positions that cuts a tensor, outermost first. Takes sums over such axes."""
+    """Yields the part over each axis of positions that cuts a tensor, outermost first. Reduces sums over such axes."""
     while isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:
@@ -35,7 +35,7 @@ def _parts_of(tensor: torch.Tensor) -> Iterator[Part]:
 
 
 def cuts_of(tensor: torch.Tensor) -> Cuts:
-    """Returns the cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
+    """Returns (axis name, dim, owners) of each cut of positions, outermost first. Collective for a sum over one."""
     return tuple((part.axis.name, part.dim_cut, part.owners) for part in _parts_of(tensor))
 
 
@@ -53,13 +53,13 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: Any) -> Any:
-    """Returns, differentiably, the tensor cut over axes of positions alone, with every sum taken. Collective."""
+    """Returns, differentiably, the tensor cut over axes of positions alone, with every `Sum` reduced. Collective."""
     tensor = now_of(tensor)
     return redealt(tensor, _settled) if isinstance(tensor, Distributed) else tensor
 
 
 def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's plain share of a tensor without untaken sums (`settled`)."""
+    """Returns this rank's plain share of a tensor whose sums have been reduced (`settled`)."""
     while isinstance(tensor, Distributed):
         tensor = tensor.settled_local()
     return tensor
@@ -127,7 +127,7 @@ def filled(
     shape: Sequence[int], value: float, along: Along, axes: Iterable[Axis], beside: Sequence[torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns a tensor of this whole shape filled with one value, cut as the tensors `beside`, or in blocks."""
+    """Returns a tensor of this whole shape filled with `value`, cut `along`: dealt as in `beside`, else in blocks."""
     by_name = {axis.name: axis for axis in axes}
     owners_by_axis = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
     local, cuts = list(shape), []

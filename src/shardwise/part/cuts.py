@@ -37,7 +37,7 @@ class Owners:
     __slots__ = ("__dict__", "__weakref__", "_hash", "_key", "ranks", "stops", "who")
 
     def __init__(self, stops: np.ndarray, who: np.ndarray, ranks: int):
-        """`stops` (runs,) ascending, the last one the dim's size; neighbouring runs may have one owner."""
+        """`stops` (runs,) ascending, the last one the dim's size; `who` (runs,) the rank that owns each run."""
         # empty runs are dropped and neighbours of one owner joined: equal owners have equal bytes, by which they are
         # compared and remembered
         lengths = np.diff(stops, prepend=0)
@@ -57,7 +57,7 @@ class Owners:
 
     @classmethod
     def blocks(cls, n: int, ranks: int) -> Owners:
-        """Returns contiguous blocks, the first ones larger by one where it does not divide."""
+        """Returns `n` indices in one block a rank, the first blocks larger by one where ranks do not divide `n`."""
         sizes = [n // ranks + (r < n % ranks) for r in range(ranks)]
         return cls(np.cumsum(sizes), np.arange(ranks), ranks)
 
@@ -216,7 +216,7 @@ def in_whole_groups(owners: Owners, group: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def of_other_rows(owners: Owners, old: int, new: int) -> Owners:
-    """Returns owners of rows of `new` elements, where rows of `old` elements have `owners`: by a row's middle."""
+    """Returns owners of rows of `new` elements: each goes to the owner of the `old`-element row at its middle."""
     middle = (np.arange(owners.size * old // new) * new + new // 2) // old
     return Owners.of(owners.who[np.searchsorted(owners.stops, middle, side="right")], owners.ranks)
 
@@ -246,7 +246,7 @@ def joined(parts: tuple[Owners, ...]) -> Owners:
 
 
 def blocks_within(n: int, ranks: int, inside: Owners | None) -> Owners:
-    """Returns owners of `n` indices in blocks, one a rank; where an axis further in deals them, of each inner share."""
+    """Returns owners of `n` indices, one block a rank; with `inside`, each inner rank's indices are dealt so."""
     if inside is None:
         return Owners.blocks(n, ranks)
     dealt = np.empty(n, dtype=np.int16)
@@ -276,7 +276,7 @@ def regrouped(
     """Returns (dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
 
     goal  the result's dim, where it is known
-    Raises `Uncut` where ranks' shares are no product of whole dims and a share of one.
+    Raises `Uncut` where the ranks' shares of the result are no shares of one of its dims.
     """
     if 0 in before:  # a tile without elements: cut as its neighbours are
         full, filled = _as_if_full(before, after)

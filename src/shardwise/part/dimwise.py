@@ -41,7 +41,7 @@ def named(x: torch.Tensor, arguments: dict[str, Any]) -> Iterable[int]:
 
 
 def last_two(x: torch.Tensor, arguments: dict[str, Any]) -> Iterable[int]:
-    """Returns the dims of matrices."""
+    """Returns the last two dims, those of matrices."""
     return -2, -1
 
 

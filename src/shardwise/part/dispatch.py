@@ -27,7 +27,7 @@ _SAME_VALUES = _TURNS | {"view", "_unsafe_view", "reshape", "_reshape_alias", "_
 
 @answers_operations
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns an operation of parts and sums, by its rule, applied for the outermost of their axes."""
+    """Returns the result of an operation on parts and sums, by its rule, applied for the outermost of their axes."""
     inputs = tensors_in((args, kwargs), Distributed)
     with answering(inputs):
         for each in inputs:
@@ -41,7 +41,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns an operation's result by its rule, its parts (composite) or, where it has none, on gathered tensors."""
+    """Returns an operation's result by its rule, else by the operations it is made of, else on gathered tensors."""
     for tensor in inputs:
         if tensor.summed and here(tensor):
             # sums first: linear operations keep them, and for others their totals are put in their place
@@ -85,9 +85,10 @@ def _may_be_gathered(part: Part) -> bool:
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns the operation of gathered tensors, where parts may be gathered; else raises the `Uncut` in hand."""
+    """Returns the result on gathered tensors, where parts may be gathered; else raises the `Uncut` in hand again."""
     writes = facts(func).writes and is_part(args[0])
     parts = parts_in((args, kwargs))
+    # the forward ran on a whole tensor, so its backward does
     if not writes and (_of_a_whole(func, args, parts) or _in_backward_of_tiles(func, parts)):
         args, kwargs = replaced(Part, lambda p: gathered(p) if is_part(p) else p, (args, kwargs))
         output = func(*args, **kwargs)

@@ -22,7 +22,7 @@ TAG = "activations"
 
 @lru_cache(REMEMBERED)
 def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
-    """Returns which indices each rank fetches for a result whose index j shows index `source[j]`, on owner j."""
+    """Returns what each rank fetches for a result, dealt by `owners`, whose index j shows index `source[j]`."""
     places = np.asarray(source, dtype=np.int64)
     return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
 
@@ -103,7 +103,7 @@ class _Way:
     order: np.ndarray | None  # (found,) places of what is received, in the order in which it was wanted
     inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where side by side
     around: tuple[int, int]  # wanted ones that do not exist, before and behind those that do and are in order
-    wanted: int
+    wanted: int  # indices, those that do not exist among them
     alone: bool  # no rank wants anything of another
 
 
@@ -189,7 +189,7 @@ class Passing:
         self.coming = None if alone else _Exchange(others, self.sizes, axis)
 
     def pieces(self) -> list[torch.Tensor]:
-        """Returns the block from each rank; its own is the tensor that it gave. Waits."""
+        """Returns the block that came from each rank, in rank order; its own is the one it passed in. Waits."""
         flat = self.mine.new_empty(0) if self.coming is None else self.coming.wait()
         pieces = [piece.view(shape) for piece, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
         pieces[self.me] = self.mine
@@ -291,7 +291,7 @@ class HaloBack:
 
 @lru_cache(REMEMBERED)
 def has_halos(owners: Owners, wanted: Wanted) -> bool:
-    """Whether each rank wants one range of indices that meets its own, and these lie in the order of ranks."""
+    """Whether each rank wants one range, which overlaps its own indices, and ranks own contiguous blocks in order."""
     for rank, mine in enumerate(wanted):
         first, count = owners.span(rank) or (0, 0)
         if len(mine) != 1 or not count or mine[0][0] >= first + count or mine[0][1] <= first:

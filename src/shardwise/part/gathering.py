@@ -22,7 +22,7 @@ from shardwise.part.tensor import UNSENT, LastGathered, Part, tell
 
 
 def gather(part: Part) -> torch.Tensor:
-    """Returns the whole tensor, to be read alone: of a soft part, the same object as the last time. Collective."""
+    """Returns the whole tensor, to be read alone; where `may_gather`, the same object as the last time. Collective."""
     # remembered for soft parts alone, which several products read one after the other: queries, keys, values
     if not part.may_gather or part.recipe is not None or isinstance(part.local, Distributed):
         return gathered(part)
@@ -67,7 +67,7 @@ def gathered(part: Part) -> torch.Tensor:
 
 
 def gathered_told(part: Part, what: str) -> torch.Tensor:
-    """Returns `gathered(part)`, and tells listeners that the part is gathered. Collective."""
+    """Returns `gathered(part)`, of which `tensor.GATHERS` (listeners) are told; `what` is for people. Collective."""
     tell(what, part)
     return gathered(part)
 

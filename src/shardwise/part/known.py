@@ -38,7 +38,7 @@ def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a plain tensor's values, or those that are known of one without; None where they are not."""
+    """Returns a plain tensor, or the known values of a fake one; None where it has no values."""
     if isinstance(tensor, FakeTensor):
         return shadow(tensor)
     return tensor if has_values(tensor) else None

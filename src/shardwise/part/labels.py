@@ -45,7 +45,7 @@ class Merged:
 
 
 def base(entry: int | Merged) -> int:
-    """Returns the parameter's dim along which an entry may be cut; of several merged dims their outermost."""
+    """Returns the parameter's dim that a view's dim (`entry`) is; of several merged ones the outermost, to be cut."""
     return entry.dim if isinstance(entry, Merged) else entry
 
 
@@ -61,8 +61,11 @@ class Use:
 
 
 @dataclass
-class Found:
-    """What a trace found: by (parameter, dim), the class of each index; class 0 must be on every rank."""
+class WeightLabels:
+    """Which indices of weights must lie on one rank, from one forward: those of one class.
+
+    classes  (parameter, dim) -> (size,) the class of each index; those of class 0 must be on every rank
+    """
 
     classes: dict[tuple[str, int], np.ndarray]
     uses: list[Use] = field(default_factory=list)
@@ -71,13 +74,16 @@ class Found:
 
 
 class Axes(TorchDispatchMode):
-    """Follows labels through the operations of a forward. `in_loss` is set once the model has returned."""
+    """Mode that labels each index of weights and unites labels that an operation needs on one rank, by `LABELS`.
+
+    in_loss  the model has returned: what runs now is the loss
+    """
 
     def __init__(self, named: dict[str, torch.Tensor], whole: Collection[str] = ()):
         super().__init__()
         self.count = 1  # labels so far: 0 is WHOLE
         self.edges: list[tuple[np.ndarray, np.ndarray]] = []
-        self.seeds: dict[tuple[str, int], np.ndarray] = {}
+        self.seeds: dict[tuple[str, int], np.ndarray] = {}  # (parameter, dim) -> (size,) its own labels
         self.uses: list[Use] = []
         self.because: dict[int, str] = {}  # label -> the operation that united it with WHOLE
         self.in_loss = False
@@ -127,7 +133,7 @@ class Axes(TorchDispatchMode):
         self.unite(np.array([WHOLE]), labels)
 
     def labels(self, tensor: Any) -> np.ndarray | None:
-        """Returns a tensor's labels or None: of a parameter those of its one long dim; with several it stays whole."""
+        """Returns labels that broadcast to a tensor's shape, or None; a weight of several long dims is kept whole."""
         if not isinstance(tensor, torch.Tensor):
             return None
         labels = getattr(tensor, "_axis_labels", None)
@@ -154,7 +160,7 @@ class Axes(TorchDispatchMode):
             self.keep_whole(labels, "one of its indices is taken alone")
 
     def give(self, tensor: Any, labels: np.ndarray | None) -> None:
-        """Set the labels of a result; without labels, or with a single one, it has none."""
+        """Set the labels of an operation's result; None, or labels that are all alike, give it none."""
         if isinstance(tensor, torch.Tensor) and labels is not None and labels.size > 1:
             tensor._axis_labels = labels
 
@@ -173,6 +179,7 @@ class Axes(TorchDispatchMode):
         return output
 
     def _follow(self, func: Any, args: tuple, kwargs: dict, tensors: list, output: Any) -> None:
+        """Labels an operation's output by its rule; inputs whose labels no rule carries on are kept whole."""
         name = func._schema.name.partition("::")[2]
         rule = LABELS.get(name)
         by_tag = torch.Tag.pointwise in func.tags or draws_each(func)
@@ -208,8 +215,8 @@ class Axes(TorchDispatchMode):
         if root:
             self.in_loss = True
 
-    def result(self) -> Found:
-        """Returns `Found` once the forward is over: the class of each index of a parameter, and why some stay whole."""
+    def result(self) -> WeightLabels:
+        """Returns, once the forward is over, the class of each index of a parameter, and why some stay whole."""
         root = components(self.count, self.edges)
         classes = {key: np.where(root[labels] == root[WHOLE], 0, root[labels]) for key, labels in self.seeds.items()}
         reasons: dict[str, str] = {}
@@ -223,7 +230,7 @@ class Axes(TorchDispatchMode):
                     reasons.setdefault(name, own or by_root.get(int(root[label]), ""))
         # `param.data = value` is no operation: it shows by the parameter's storage alone
         assigned = {name for name, tensor, storage in self.named if storage_key(tensor) != storage}
-        return Found(classes, self.uses, reasons, frozenset(self.written | assigned))
+        return WeightLabels(classes, self.uses, reasons, frozenset(self.written | assigned))
 
 
 def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
@@ -288,7 +295,7 @@ def slim(labels: np.ndarray) -> np.ndarray:
 
 
 def rearranged(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels the views of one tensor that move, drop or select indices: by the same view of its labels."""
+    """Labels views that move, drop or select indices of a tensor, by the same view of its labels. Always True."""
     x, results = args[0], tensors_in(output)
     if param_of(x) is not None and x.dim() > 1 and (orders := _dims_after(func, args, kwargs)) is not None:
         name, dims = x._axes_of
@@ -308,7 +315,7 @@ def rearranged(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
 
 
 def _dims_after(func: Any, args: tuple, kwargs: dict) -> list[list[int]] | None:
-    """Returns the dim of the tensor that each dim of a view is, for each view; None where one is a part of a dim."""
+    """Returns, for each view that `func` gives, the input dim that each of its dims is; None for a part of a dim."""
     shape = args[0].shape
     strides = [math.prod(max(n, 2) for n in shape[d + 1 :]) for d in range(len(shape))]  # by which a dim is known again
     with _disable_current_modes():

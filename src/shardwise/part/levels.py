@@ -23,7 +23,7 @@ class ViewOf:
 
     of      the tensor that is viewed
     put     writes the whole copy back into what this rank has of it; None where it has nothing, or both share memory
-    again   the view of what `of` reads, where neither was read yet
+    again   makes the view from the total of `of`, where neither of the two sums is reduced yet
     """
 
     of: Distributed
@@ -50,7 +50,7 @@ class Distributed(torch.Tensor):
         return self.local
 
     def settled(self) -> torch.Tensor:
-        """Returns the tensor with a sum over its axis taken. Collective."""
+        """Returns the tensor, reduced where it is a sum over its axis. Collective."""
         return self
 
     def settled_local(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Distributed(torch.Tensor):
 
 
 def has_cut_positions(tensor: Any) -> bool:
-    """Returns whether an axis of positions cuts a tensor. Takes no sum: ranks may ask at different times."""
+    """Returns whether an axis of positions cuts a tensor. Reduces no sum: ranks may ask at different times."""
     while isinstance(tensor, Distributed):
         if tensor.axis.positions:
             return True
@@ -75,7 +75,7 @@ _ANSWERS: list[Callable[[Any, tuple, dict], Any]] = []
 
 
 def answers_operations(answer: Callable[[Any, tuple, dict], Any]) -> Callable[[Any, tuple, dict], Any]:
-    """Registers the function that answers every operation on distributed tensors (`dispatch.answer`)."""
+    """Registers `answer` for every operation on distributed tensors (`dispatch.answer`), and returns it."""
     _ANSWERS.append(answer)
     return answer
 
@@ -86,7 +86,7 @@ def answered(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def written_back(tensor: Distributed) -> None:
-    """Copies what was written into a copy of one index back into the tensor of which it is a view."""
+    """Copies back what was written into a view that is a copy (`source`), into the tensor that it is a view of."""
     while tensor.source is not None:
         if tensor.source.put is not None:
             tensor.source.put(tensor.settled())

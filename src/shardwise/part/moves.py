@@ -57,7 +57,7 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
 
 
 def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
-    """Returns `recut` of a part that is cut further in too: ranks of the inner axis exchange their indices each."""
+    """Returns `recut` of a part that an inner axis cuts too: each of that axis's ranks exchanges its own indices."""
     inner = part.local.settled()
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather and inside is None:
         # nobody says how it will lie inside, and the plan gathers it anyway
@@ -144,7 +144,7 @@ def _axes_inside(part: Part) -> list[str]:
 def _reowned_inside(part: Part, inner: Part, owners: Owners, group: int) -> Part:
     """Returns `reowned` of a dim that an inner axis cuts too: gathered over that, moved, and cut in blocks again.
 
-    Which indices its ranks have differs between those of this axis, and a rank knows its own alone.
+    The inner ranks' indices differ between the ranks of this axis, and a rank knows its own alone.
     """
     outer = reowned(part.with_local(gathered(inner)), owners)
     # the length on this rank has changed, so ranks further in are dealt new blocks of it
@@ -200,7 +200,7 @@ Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost 
 
 
 def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
-    """Returns how axes further out than `axis` cut a tensor."""
+    """Returns (dim, owners, axis) of each cut of a tensor over axes further out than `axis`, outermost first."""
     layers: list[tuple[int, Owners, Axis]] = []
     while isinstance(tensor, Part) and tensor.axis.depth < axis.depth:
         layers.append((tensor.dim_cut, tensor.owners, tensor.axis))
@@ -228,7 +228,7 @@ def moved(
 
 
 def from_axis(tensor: Any, axis: Axis) -> Any:
-    """Returns the level of a tensor at `axis` (outer axes peeled off), a sum over that axis taken."""
+    """Returns what a tensor holds from `axis` inwards (outer axes peeled off), reduced if it is a sum over `axis`."""
     while isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         tensor = tensor.settled_local()
     return tensor.settled() if isinstance(tensor, Distributed) else tensor

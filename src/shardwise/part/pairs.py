@@ -78,7 +78,7 @@ def pairs_in(module: nn.Module) -> frozenset[str]:
 
 
 def shapes_outside(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
-    """Returns (shape, whether it is complex) of each parameter by name, as its module's author knows it."""
+    """Returns name -> (shape, whether complex) of each parameter, as the module's author knows it."""
     pairs = pairs_in(module)
     return {
         name: (param.shape[:-1], True) if name in pairs else (param.shape, param.is_complex())
@@ -97,7 +97,7 @@ def _read(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def _asked_by_fsdp() -> bool:
-    """Whether FSDP2 reads a parameter, which takes the one that it finds for its own shard."""
+    """Whether FSDP2's code reads a parameter: it takes what it reads for its own shard, so pairs stay real."""
     frame: FrameType | None = sys._getframe(2)  # past `__getattr__`
     for _ in range(3):  # and past a reader of `part.parameters`
         if frame is None or frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):

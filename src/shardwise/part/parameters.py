@@ -45,8 +45,8 @@ from shardwise.trace.own_calls import by_a_module
 class _Own(threading.local):
     """The switches of this thread: backward, which may compute a block again, runs in threads of its own."""
 
-    axes: tuple[Axis, ...] = ()
-    ahead: bool = False
+    axes: tuple[Axis, ...] = ()  # of `own_rows`
+    ahead: bool = False  # of `read_ahead`
 
 
 _OWN = _Own()
@@ -118,12 +118,12 @@ def see_parts(
             child.__class__ = _seeing_parts(type(child), tuple(sorted(mine)))
 
     hooks, reads = list[Any](), _Reads()
-    if any(cut.role == ONCE for cut in cuts.values()):
+    if any(cut.role == ONCE for cut in cuts.values()):  # gathered weights live from a forward's begin to its end
         hooks.append(module.register_forward_pre_hook(reads.begin))
         hooks.append(module.register_forward_hook(reads.end, always_call=True))
         for child, _ in before:
             child.__dict__["_reads"] = reads
-    if any(each.positions for each in summed):
+    if any(each.positions for each in summed):  # other libraries' masks follow (`ON_CUT`), and ranges are dealt
         CUT_MODULES.add(module)
         for each in ON_CUT:
             each()
@@ -184,7 +184,7 @@ def _flat_weights(self: nn.Module) -> Any:
 
 
 def as_class_gives(kind: type, module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
-    """Returns the weight `seen` as the class's own `__getattr__`, where it has one, would return it."""
+    """Returns what the class's own `__getattr__`, if it has one, makes of the weight `seen`; else `seen`."""
     if kind.__getattr__ is nn.Module.__getattr__:  # type: ignore[attr-defined]
         return seen
     parameters = module.__dict__["_parameters"]
@@ -234,7 +234,7 @@ class _Reads:
     """The weights that one forward of a module has read."""
 
     def __init__(self) -> None:
-        self.weights: dict[tuple[int, int, bool], torch.Tensor] = {}
+        self.weights: dict[tuple[int, int, bool], torch.Tensor] = {}  # (id, version, whether grad is on) -> as read
         self.running = False
 
     def begin(self, *_: Any) -> None:
@@ -256,6 +256,8 @@ def _stands_for_whole(tensor: torch.Tensor, cut: Any, axis: Axis) -> bool:
 
 
 def _reader(leaf: str):
+    """Returns the property getter that gives a module the parameter `leaf` as a part of the whole weight."""
+
     def read(self: nn.Module) -> torch.Tensor:
         param, cutting = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
         if param is None or cutting is None:  # another object that the module made of its own class
@@ -296,7 +298,7 @@ _PLAIN = frozenset(("__get__", "__set__", "requires_grad_", "size", "numel", "di
 
 
 class PastAttributes(TorchFunctionMode):
-    """While entered, gives a function that a module's code calls on a trained parameter what its attribute gives.
+    """Mode in which functions of torch, called on a trained parameter by a module's code, get what its attribute gives.
 
     met  called where that happens
     """

@@ -55,7 +55,7 @@ class PartLayout:
 
     @property
     def uneven_weights(self) -> bool:
-        """Whether an axis that cuts weights deals it unevenly, over any of its levels: the answer of all ranks."""
+        """Whether an axis that cuts weights deals the part unevenly, at any level; the same answer on all ranks."""
         uneven = not self.axis.positions and len(set(self.owners.counts)) > 1
         if self.axis.positions and self.inside is not None and not self.inside.axis.positions:
             within = self.inside.axis.size  # shares of positions, in blocks on each rank: even here, and not there
@@ -93,7 +93,7 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
 
 
 def wrapped(local: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
-    """Returns the part of which `local` is a share; without a layout itself, and its gradient arrives whole."""
+    """Returns the part of which `local` is a share; without a layout `local` itself, whose gradient is made whole."""
     if layout is None:
         return whole_gradient(local)
     return linear(local, layout.part, lambda gradient: layout.share(gradient).contiguous())

@@ -93,7 +93,8 @@ def _name(part: Any, recipe: TableRecipe) -> None:
 class CutRanges(TorchFunctionMode):
     """While entered, a range of as many numbers as one of these cut dims has is made as a part dealt like it.
 
-    share  (whole range, part) -> its share beside that part
+    parts  length of a cut dim -> a tensor cut along one
+    share  (whole range, part) -> its share beside that part; None: it stays whole
     """
 
     def __init__(self, parts: dict[int, Any], share: Callable[[torch.Tensor, Any], Any]):

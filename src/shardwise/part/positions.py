@@ -44,9 +44,9 @@ class CutsInside(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """The cuts of each tensor of a batch (none: whole on every rank).
+    """How the tensors of a batch are cut along a sequence or along dims of space.
 
-    cuts     by leaf of the flattened batch, outermost axis first
+    cuts     of each leaf of the flattened batch: (dim, its axes, outermost first); () where whole on every rank
     names    of the leaves, for people
     what     is cut: "sequence" or "field"
     inside   what cuts tensors inside the module, where the batch is whole
@@ -89,7 +89,7 @@ class Positions:
         return tuple(ranges)
 
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
-        """Returns a copy whose cuts are over `swap` of their axes."""
+        """Returns a copy whose cuts are over `swap(axis)` in place of each axis."""
         cuts = tuple(tuple((dim, tuple(map(swap, axes))) for dim, axes in leaf) for leaf in self.cuts)
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
@@ -128,6 +128,7 @@ class Positions:
         return tile
 
     def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns this rank's share of a tensor of the batch as a part; `InputError` where it has too few positions."""
         for dim, axes in cuts:
             if leaf.shape[dim] < self.fewest(axes):
                 raise InputError(
@@ -149,7 +150,7 @@ class Positions:
         return self.least * math.prod(axis.size for axis in axes)
 
     def dealt(self, shape: Sequence[int], cuts: Cuts) -> Dealt:
-        """Returns the owners of each cut dim of a tensor of this whole shape."""
+        """Returns (axis name, dim, owners) of each cut of a tensor of this whole shape, in the order of `cuts`."""
         left, dealt = list(shape), []
         for dim, axis in ((dim, axis) for dim, axes in cuts for axis in axes):
             # cp deals a block from either end for causal attention; other axes deal blocks of what is left

@@ -1,4 +1,4 @@
-"""Rules of sums that are not taken yet: linear operations keep them, others are given their totals."""
+"""Rules of sums that are not reduced yet: linear operations keep them, others are given their totals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach"
 
 
 def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> Any:
-    """Returns an operation's result where inputs are `Sum`s: a `Sum` if it is linear, else of their totals."""
+    """Returns an operation's result where inputs are `Sum`s: a `Sum` if linear (`_LINEAR`), else from their totals."""
     op = facts(func)
     for tensor in inputs:
         if isinstance(tensor, Sum) and here(tensor) and (tensor.stale or not tensor.untaken):
@@ -32,8 +32,10 @@ def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
     if first is None:  # nothing is viewed or written that is a sum
         args, kwargs = _totals(args, kwargs)
         return func(*args, **kwargs)
+    # a copy lies in memory otherwise than in one process, so strides do not tell whether `view` may be had
     if _gives_shape(op.name, args) and (first.source is not None or first.read_only_copy):
         return _reshaped(first, args[1])
+    # not reduced yet: a linear operation is done on summands, and one reduction later serves its result
     if first.total is None and op.name in _LINEAR:
         untaken = _LINEAR[op.name](func, first, args, kwargs)
         if untaken is not None:
@@ -58,7 +60,7 @@ def _gives_shape(name: str, args: tuple) -> bool:
 
 
 def _noted(first: Sum, untaken: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
-    """Returns the untaken result of a linear operation; a view among them is tied to the sum that it is a view of."""
+    """Returns a linear operation's unreduced result; a view is tied to the sum that it is a view of."""
     op = facts(func)
     untaken.read_only_copy = op.is_view and first.read_only_copy
     if op.is_view:
@@ -108,7 +110,7 @@ def _view_of_total(first: Sum, func: Any, args: tuple, kwargs: dict, output: Any
 
 
 def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: tuple, kwargs: dict) -> None:
-    """Ties an untaken view to its sum: taking either takes both, and what is written into one is in the other."""
+    """Ties an unreduced view to its sum: reducing either reduces both, and what is written into one is in the other."""
     shape = first.shape
 
     def again(total: torch.Tensor) -> torch.Tensor:
@@ -149,7 +151,7 @@ def _anchored(view: Sum) -> None:
 
 
 def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns the view, transpose or negative of an untaken sum as one; None where it needs the total."""
+    """Returns the view, transpose or negative of an unreduced sum, unreduced too; None where it needs the total."""
     name = facts(func).name
     if name not in _ROWS and (first.added is not None or first.coming is not None):
         return None  # a bias lies along the last dim, and what is coming is viewed as (B, S, H): not of other dims
@@ -166,14 +168,14 @@ def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
 
 
 def _scaled(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns an untaken sum over chunks of positions times a number; None for other sums, whose total is scaled."""
+    """Returns an unreduced sum over chunks of positions times a number; None for other sums, whose total is scaled."""
     if not first.axis.turns or first.added is not None or len(args) != 2 or kwargs or not _is_number(args[1]):
         return None
     return Sum(func(first.local, args[1]), first.axis, first.origin, spread=False)
 
 
 def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
-    """Returns an untaken sum plus another one or a bias (H,), again untaken; None of anything else."""
+    """Returns an unreduced sum plus another one or a bias (H,), unreduced too; None for anything else."""
     if kwargs or len(args) != 2:  # with `alpha`
         return None
     name, second = facts(func).name, args[1]
@@ -190,7 +192,7 @@ def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
     return None
 
 
-# ATen name -> what the operation makes of an untaken sum, again untaken; None where it needs the total
+# ATen name -> what the operation makes of an unreduced sum, unreduced too; None where it needs the total
 _LINEAR: dict[str, Callable[[Any, Sum, tuple, dict], Sum | None]] = {
     **dict.fromkeys(_REARRANGE, _rearranged), **dict.fromkeys(("mul", "div"), _scaled),
     **dict.fromkeys(("add", "sub"), _added),

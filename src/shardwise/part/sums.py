@@ -1,4 +1,4 @@
-"""`Sum`: a whole tensor of which each rank holds a summand; the sum over ranks is taken when it is needed.
+"""`Sum`: a whole tensor of which each rank holds a summand; it is reduced ("taken") when its total is needed.
 
     y = Sum(x_r @ W_r)        views and additions of sums stay sums: dx_q + dx_k + dx_v is one collective, not three
     y + residual              anything else takes the sum first, once for all who read it
@@ -30,7 +30,7 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Sum(Distributed):
-    """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once taken."""
+    """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once it is reduced."""
 
     __module__ = "torch"  # where opt_einsum and others look for the library whose functions an array takes
 
@@ -88,7 +88,7 @@ class Sum(Distributed):
 
     @classmethod
     def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
-        """Returns a copy as a `Sum` already taken that refuses writes (of tiles: as a part that does)."""
+        """Returns a copy as a reduced `Sum` that refuses writes; a copy of tiles as a `Part` that does."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy
@@ -98,7 +98,7 @@ class Sum(Distributed):
 
     @classmethod
     def taken(cls, total: torch.Tensor, axis: Axis, source: ViewOf) -> Sum:
-        """Returns a sum already taken, of memory that others hold too: writes into it are written back there."""
+        """Returns a reduced sum on memory that others hold too: writes into it are written back there."""
         made = cls(total, axis)
         made.total, made.source = total, source
         return made
@@ -127,7 +127,7 @@ class Sum(Distributed):
 
     @property
     def stored(self) -> torch.Tensor:
-        """Returns the total, once this or what it is a view of was taken; before that the summand."""
+        """Returns the total once this sum, or the one that it is a view of, is reduced; before that the summand."""
         return self.local if self.untaken else self.value()
 
     def settled(self) -> torch.Tensor:
@@ -135,12 +135,12 @@ class Sum(Distributed):
         return self.value()
 
     def settled_local(self) -> torch.Tensor:
-        """Returns this rank's summand; the total where the sum was taken or begun, or has a bias. Collective."""
+        """Returns this rank's summand; the total where a reduction was begun or done, or a bias added. Collective."""
         return self.local if self.waits and self.added is None else self.value()
 
     @property
     def untaken(self) -> bool:
-        """Whether neither the sum nor what it is a view of was taken."""
+        """Whether neither the sum nor the one that it is a view of is reduced."""
         base = self.base.of if self.base is not None else None
         return self.total is None and not (isinstance(base, Sum) and not base.untaken)
 
@@ -278,7 +278,7 @@ def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
 def redealt(tensor: torch.Tensor, how: TensorMap) -> torch.Tensor:
     """Returns, differentiably, `how(tensor)`: the same global tensor, dealt in another way.
 
-    A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
+    For a backward that deals its gradient anew: reading its shares alone would cut off second derivatives.
     """
     return linear(tensor, how, _as_it_is)
 
@@ -289,13 +289,14 @@ def whole(tensor: Any) -> Any:
 
 
 def whole_over(tensor: Any, axis: Axis) -> Any:
-    """Returns a tensor whole over `axis` and axes further in; over those further out it stays as it is. Collective."""
+    """Returns a tensor gathered over `axis` and axes further in, still cut over those further out. Collective."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(whole_over(tensor.settled_local(), axis))
     return plain(tensor)
 
 
 def _uncut(tensor: Any, axis: Axis) -> Any:
+    """Returns a tensor gathered, or reduced, over one axis, still distributed over others. Collective."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_uncut(tensor.settled_local(), axis))
     # whole over the axis already
@@ -306,7 +307,7 @@ def _uncut(tensor: Any, axis: Axis) -> Any:
 
 
 def whole_over_axis(tensor: Any, axis: Axis) -> Any:
-    """Returns, differentiably, a tensor whole over one axis; over others it stays as it is. Collective."""
+    """Returns, differentiably, a tensor gathered over one axis, still cut over others. Collective."""
     if not isinstance(tensor, Distributed):
         return tensor
     return redealt(tensor, lambda given: _uncut(given, axis))
@@ -339,7 +340,7 @@ class _Summand(torch.autograd.Function):
 
 
 def with_summed_gradient(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Returns the tensor, whose gradient arrives as this rank's summand of a sum over `axes` still to be taken.
+    """Returns the tensor, whose gradient arrives as this rank's summand of a sum over `axes` that is reduced later.
 
     Gradients of weights are summed over these ranks once for a step, with those of the other samples.
     """
@@ -367,7 +368,7 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 def _nothing_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns zeros distributed as the gradient: ranks that add nothing come to the collectives of the others."""
+    """Returns zeros distributed as the gradient, so that ranks that add nothing take part in the same collectives."""
     if isinstance(gradient, Sum) and gradient.waits and gradient.added is None:
         return gradient.like(_nothing_of(gradient.local))
     return torch.zeros_like(gradient)

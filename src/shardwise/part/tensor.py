@@ -47,7 +47,7 @@ MARGINS: list[Callable] = []  # answers functions of parts that have a margin, o
 
 
 def tell(what: str, part: Part) -> None:
-    """Tells who listens what of a part is gathered whole over an axis of positions."""
+    """Tells the listeners in `GATHERS` that `part`, called `what`, is gathered whole over an axis of positions."""
     for listener in GATHERS:
         listener(what, part)
 
@@ -146,7 +146,7 @@ class Part(Distributed):
         return self.with_local(local)
 
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
-        """Returns another tensor dealt alike; a `dim` without `owners` is where the same dim lies in it."""
+        """Returns `local` as a part cut along `dim` by `owners` over the same axis; by default as this part is."""
         same = owners is None or (dim in (None, self.dim_cut) and owners.size == self.owners.size)
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
         made = Part(local, dim, owners, self.axis, self.may_gather, self.origin)
@@ -169,7 +169,7 @@ class Part(Distributed):
         return self.owners.take(whole, dim, self.axis.index)
 
     def names_own(self, owners: Owners) -> bool:
-        """Whether each of its numbers is an index that the rank has of a dim dealt so; not once it was written into."""
+        """Whether each value is an index, dealt by `owners`, that this rank owns; False once it was written into."""
         return self.own == (owners, None) and not self.is_inference() and not self._version
 
     def beside(self, other: Part) -> bool:
@@ -182,7 +182,7 @@ _ASKS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_
 
 @cache
 def _made_of_others(function: Any) -> bool:
-    """Whether a function of torch is written in Python; methods of tensors are not, which call what has their name.
+    """Whether `_body` serves a function of torch: one in Python that asks for overrides, and no method of tensors.
 
     One that asks by other names than `_body` gives it (`torch.nn.init`) is left to its operations.
     """
@@ -191,7 +191,7 @@ def _made_of_others(function: Any) -> bool:
 
 
 class _Names(dict):
-    """Global names of a function: some of its own, others as its module has them when they are read."""
+    """A function's globals: `own` names first, others looked up in its module's (`others`) when they are read."""
 
     def __init__(self, own: dict[str, Any], others: dict[str, Any]):
         super().__init__(own)
@@ -219,7 +219,7 @@ def is_part(tensor: Any) -> bool:
 
 
 class LastGathered:
-    """The key of the soft part that was gathered last, and the result: queries, keys and values read the same input.
+    """The last `may_gather` part that was gathered, and the result: queries, keys and values read the same input.
 
     Which part it is, is told by what was done to it, never by how it lies in memory: shares of one index lie in memory
     in more than one way, and ranks that remember different things come to different collectives.

@@ -42,16 +42,16 @@ class WholeView:
                    for d, (m, n) in enumerate(zip(whole, seen, strict=True)))  # fmt: skip
 
     def run(self, dim: int) -> tuple[range, range]:
-        """Returns the dims, before and after, among which the view rearranges `dim`."""
+        """Returns (dims before, dims after) of the smallest run that the view rearranges, `dim` among them."""
         return next(pair for pair in groups(self.before, self.after) if dim in pair[0])
 
     def inside(self, to: range, place: int) -> int:
-        """Returns the elements behind one of the dims after, within its run: its stride there."""
+        """Returns the stride of dim `to[place]` of the view within its run `to` of dims."""
         return math.prod(self.after[d] for d in to[place + 1 :])
 
 
 class _Whole(threading.local):
-    """The view that this thread is answering, by the shapes of one process."""
+    """The view that is being answered in this thread, with one process's shapes."""
 
     view: WholeView | None = None
 

@@ -215,7 +215,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     task, now = job.build_task(), [-1]
     loss = spoiling(task.loss, lambda: now[0] == OVERFLOWS and _compute(plan) == torch.float16)
     engine = parallelize(task.with_(optimizer=partial(_sgd, rate), loss=loss), plan, **settings.of_engine)
-    record = Narrow(rate, notices=[notice for notice in engine.notices if notice.startswith("compile leaves")])
+    record = Narrow(rate)
     for step in range(STEPS):
         now[0] = step
         with small_sizes():
@@ -228,6 +228,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     record.weights = weights if engine.rank == 0 else {}
     with dtypes.watched(engine) as record.dtypes:
         engine.step(global_batch(task, settings, STEPS))
+    record.notices = [notice for notice in engine.notices if notice.startswith("compile leaves")]
     return record
 
 

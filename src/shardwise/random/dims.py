@@ -99,6 +99,7 @@ class BatchDims:
 
 
 def _batch_dim(drawn: Drawn, other: Drawn, count: int, other_count: int) -> int:
+    """Returns the dim of a draw that counts samples, from runs on `count` and `other_count`; -1, UNCLEAR or PACKED."""
     shape, shape_of_other = drawn.shape, other.shape
     differ = [d for d in range(len(shape)) if shape[d] != shape_of_other[d]]
     if not differ:

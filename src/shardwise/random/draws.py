@@ -1,6 +1,6 @@
 """`DRAWS`: random ops by key and index. A new one: a row here; a distribution: variates; what draws: trace/elementwise.
 
-`DRAWS` has, for each random op of ATen that can be answered so, a function of (source, args, kwargs).
+`DRAWS` has, for each random op of ATen that can be answered so, a function (`BitSource`, args, kwargs) -> its result.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def bits_at(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
 
 
 def below_at(key: int, rows: torch.Tensor, columns: torch.Tensor, rate: float) -> torch.Tensor:
-    """Returns (R, C) booleans: whether the bits of element rows[i] + columns[j] are below that share of 2**53."""
+    """Returns (R, C) booleans: whether the 53 bits of element rows[i] + columns[j] are below `rate` * 2**53."""
     limit = _limit(rate)
     if limit is not None and has_kernel(rows.device):
         return _kernels()[1](rows, columns, _scalar(key, rows), _scalar(limit, rows))

@@ -74,9 +74,9 @@ class _Paths:
     """
 
     def __init__(self) -> None:
-        self.stack: list[tuple[str, int]] = []
+        self.stack: list[tuple[str, int]] = []  # (path, key to go on with behind it) of modules that run
         self.packed: list[PackedRows | None] = []
-        self.path_of: dict[int, str] = {}
+        self.path_of: dict[int, str] = {}  # key of a draw -> path of its module
 
     @staticmethod
     def key() -> int:
@@ -210,7 +210,7 @@ class GlobalRandom(TorchDispatchMode):
             zeros = torch.zeros_like(like, dtype=torch.int64).reshape([len(each) for each in places])
             index = _linear_index(places, sizes, zeros)
             return (hashed(key, index) if rate is None else is_below(key, index, rate)).view(shape)
-        if self.one_kernel:
+        if self.one_kernel:  # in a forecast the values are not read, and hashing would be many ops
             return torch.zeros(shape, dtype=torch.int64 if rate is None else torch.bool, device=device)
         table = _kept_rows_and_columns if packed is None and has_kernel(device) else _rows_and_columns
         rows, columns = table(packed, shape, dim, samples, device, blocks)
@@ -235,7 +235,7 @@ class GlobalRandom(TorchDispatchMode):
         return dim
 
     def _same_everywhere(self, key: int, path: str, func, args, kwargs):
-        """Returns an op that has no rule in `DRAWS` and draws for no samples, alike on all ranks; refuses others."""
+        """Returns the result, alike on all ranks, of an op that `DRAWS` lacks; refuses one that draws by sample."""
         output = func(*args, **kwargs)
         # this first run shows the shapes; its numbers are dropped
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, torch.Tensor)]
@@ -339,7 +339,7 @@ class ConstantRandom(TorchDispatchMode):
         super().__init__()
         self.bits = int(level * 2**53)
         self.calls: list[Drawn] = []
-        self.times: Counter[tuple[str, str, int]] = Counter()
+        self.times: Counter[tuple[str, str, int]] = Counter()  # draws so far, by `Drawn.key`
         self.reads_values = False  # whether control flow may depend on a value that is, or came of, a real number
         self.from_reals = _FromReals()
         self.paths = _Paths()

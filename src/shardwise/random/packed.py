@@ -26,7 +26,7 @@ class PackedRows(NamedTuple):
         return int(self.batch_sizes[0])
 
     def as_rows(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns the shape with one dim for the rows, of a tensor that has these, or (times, sequences); else None."""
+        """Returns (rows, ...) for the shape of a tensor that has these rows, or (times, sequences, ...); else None."""
         sizes = self.batch_sizes
         # all equally long: torch's layers then compute on (times, sequences, ...) in the order of the rows
         if sizes[0] == sizes[-1] and shape[:2] == (len(sizes), int(sizes[0])):

@@ -72,11 +72,11 @@ recurrent.register_autograd(_back, setup_context=_keep)
 def as_one_call(
     func: Callable, args: tuple, kwargs: dict, dropout: Callable[[Tensor, float], Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Returns what a recurrent function of torch gives, by one call a layer and direction; None where it stays as is.
+    """Returns a recurrent function's results (output, states, ...) by one call a layer and direction, or None.
 
-    `dropout` is applied between layers.
+    None: the function is to run as it is. `dropout` is applied between layers.
     """
-    if kwargs or len(args) != 9:
+    if kwargs or len(args) != 9:  # not called as torch's own layers do
         return None
     packed = isinstance(args[3], list | tuple)  # data, batch_sizes, hx, weights, ...; else x, hx, weights, ...
     x, hx, flat = (args[0], args[2], args[3]) if packed else (args[0], args[1], args[2])

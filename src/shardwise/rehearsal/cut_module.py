@@ -44,7 +44,7 @@ from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.expert_forward import Stack
 from shardwise.parallel.pipeline.boundaries import StagePlacement
-from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
+from shardwise.parallel.pipeline.stage_messages import TensorSpec
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part.pairs import hold_pairs
 from shardwise.part.positions import Positions
@@ -62,7 +62,7 @@ LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth rea
 Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
 ALIKE: Beside = (0, ())  # all have as many
-MessageSpec = list[OfTensor]  # of the tensors of a message
+MessageSpec = list[TensorSpec]  # of the tensors of a message
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
@@ -208,7 +208,7 @@ class TaskAnalysis:
 
     def __init__(self, task: Task, sample: Any):
         self.task, self.sample = task, sample
-        self._derived: dict[tuple, Derived | ShardwiseError] = {}
+        self._derived: dict[tuple, Derived | ShardwiseError] = {}  # by the plan's keys that matter; refusals too
         self._followed: dict[str, Followed] = {}  # by precision
         self._stacks: dict[tuple, list[Stack] | ShardwiseError] = {}
         self._positions: dict[tuple, Positions | ShardwiseError] = {}
@@ -321,7 +321,7 @@ class CutRehearsal:
         return cut
 
     def cut(self, rank: int) -> StagePlacement | None:
-        """Returns the stages, seen from a rank of the pipeline; None without one."""
+        """Returns the stages, as rank `rank` of the pipeline sees them; None without a pipeline."""
         return None if self._first is None else replace(self._first, rank=rank)
 
     @property
@@ -386,7 +386,7 @@ class _State:
 
 
 def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
-    """Returns the row up to the last op that may hold more than was seen, or that is the first of its kind.
+    """Returns the row up to the last op that may hold more memory than ops of its kind before it, or is the first.
 
     sizes   samples of each micro-batch
     stages  of all ranks: the first sends no gradient, the last no output
@@ -399,6 +399,7 @@ def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
         kind = (op.kind, op.stage, sizes[op.microbatch])
         state = _State(waiting.copy(), sent)
         before = seen.setdefault(kind, [])
+        # no op of its kind has begun with as much beside it: its peak may be a new one
         if not any(other.covers(state) for other in before):
             before.append(state)
             last = place + 1

@@ -67,7 +67,7 @@ class Exchanges:
     """FSDP2's gathers and reductions of one unit: the elements of each gather are appended to `seen`.
 
     copies  a reduction works on a copy of what it is given, as gloo's does
-    crosses what is gathered has come from the host just before; what is cast on its way is played as such
+    crosses shards have come from the host just before; a cast on their way is played as an operation there
     """
 
     def __init__(self, seen: list[int], copies: bool, crosses: bool):

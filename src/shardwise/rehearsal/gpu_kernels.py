@@ -38,8 +38,8 @@ MOST_WIDTH = 256  # of a head, in FlashAttention
 class Fused(TorchFunctionMode):
     """While active, functions of `torch.nn.functional` take the ops that they take on a GPU.
 
-    Inside torch's own functions, among them those that run backward and with it recomputed blocks, no mode is met. So
-    the two names are exchanged as well; the mode is for whoever imported them by name.
+    Modes are off inside torch's own functions, such as backward, which runs recomputed blocks. So attention and dropout
+    are replaced in `torch.nn.functional` as well; the mode is for whoever imported them by name.
 
     scores        masks are one process's: drawn by index, or for all heads where tp deals them; no kernel does that
     wrote_scores  whether attention met a mask of that kind
@@ -104,7 +104,7 @@ def _attention(
 ) -> torch.Tensor:  # fmt: skip
     """Returns attention by the op of the kernel that a GPU would take; by torch's function where it would take none."""
     words: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
+    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):  # no fused kernel takes it
         return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **words)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale

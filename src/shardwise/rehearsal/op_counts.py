@@ -40,7 +40,7 @@ _NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 @cache
 def may_view(func: Any) -> bool:
-    """Whether what an op gives may lie in its arguments' memory, unchanged, as its schema says; of some, if it can."""
+    """Whether an op's results may be views of its arguments, by its schema (`reshape` may, and may not)."""
     alias_infos = [result.alias_info for result in func._schema.returns]
     return any(alias is not None for alias in alias_infos) and not func._schema.is_mutable
 
@@ -68,7 +68,7 @@ class Count(TorchDispatchMode):
         return out
 
     def note(self, func: Any, args: tuple, out: Any) -> None:
-        """Add an op, its arguments and what it gave."""
+        """Adds one call of an op to the trace, by its arguments and its result `out`."""
         if not tensors_in(out):  # a question, such as where a tensor lies, or what an op has done to a list
             out = [args[place] for place in written(func) if place < len(args)]
             if not tensors_in(out):
@@ -102,11 +102,13 @@ class Count(TorchDispatchMode):
             self._stream(packet.__name__, args, out)
 
     def _product(self, batch: int, m: int, n: int, k: int) -> None:
+        """Counts `batch` products (m, k) @ (k, n)."""
         self.trace.products[m, n, k] += batch
         self.trace.order.append(("product", (m, n, k), batch))
         self.trace.kernels += 1
 
     def _attend(self, args: tuple, back: bool, func: Any) -> None:
+        """Counts a call of fused attention, or its backward, by its shape."""
         q, k = (args[1], args[2]) if back else (args[0], args[1])
         batch, heads, queries, width = q.shape
         shape = (batch * heads, queries, k.shape[2], width)
@@ -130,14 +132,14 @@ class Count(TorchDispatchMode):
         self._product(1, rows, math.prod(others), deep)
 
     def _recur(self, args: tuple, back: bool) -> None:
-        """Count a layer and direction as one product over all steps for the input and one a step for the state."""
+        """Counts a recurrent layer and direction: one product of all steps for the input, one a step for the state."""
         steps, batch, wide = args[0].shape
         for _ in range(2 if back else 1):  # for what went in, and for the weights
             self._product(1, steps * batch, args[1].shape[0], wide)
             self._product(steps, batch, args[2].shape[0], args[2].shape[1])
 
     def _recur_in_one(self, args: tuple, back: bool) -> None:
-        """Count the same as one call of a GPU's kernel; gradients of weights are one product over all rows."""
+        """Counts a recurrent layer and direction as one call of a GPU's kernel; gradients of weights as one product."""
         x, _, weights = args[1:4] if back else args[:3]
         rows, steps = x.numel() // x.shape[-1], args[-1]
         (gates, wide), (_, hidden) = weights[0].shape, weights[1].shape
@@ -150,6 +152,7 @@ class Count(TorchDispatchMode):
         self.trace.order.append(("recurrence", step_product, steps))
 
     def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
+        """Counts a convolution, or its backward: its FLOPs, its bytes, and its shape for `costs/kernels`."""
         self.trace.kernels += 1
         back = packet is _ATEN.convolution_backward
         weight = args[2] if back else args[1]
@@ -169,6 +172,7 @@ class Count(TorchDispatchMode):
         self.trace.order.append(("conv_backward" if back else "conv", shape, 1))
 
     def _stream(self, name: str, args: Any, out: Any) -> None:
+        """Counts an op that is as long as the bytes it reads and writes take."""
         moved = _bytes(args, out)
         self.trace.moved += moved
         shape = [float(moved)]
@@ -206,7 +210,7 @@ def _groups(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> t
 
 
 def _reals(factor: torch.Tensor) -> int:
-    """Returns the real products in one product of the tensor's dtype: four of complex numbers, else one."""
+    """Returns how many real products one product in the tensor's dtype takes: four for complex numbers, else one."""
     return 4 if factor.is_complex() else 1
 
 
@@ -215,7 +219,7 @@ def _bytes(*values: Any) -> int:
 
 
 def update_of(task: Task, at_once: bool = False) -> Update:
-    """Returns what the task's optimizer keeps and does for one tensor, measured on small ones.
+    """Returns the cost of a step of the task's optimizer on one tensor, measured on small tensors.
 
     at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
               for all of them
@@ -260,14 +264,14 @@ def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -
 
 
 def in_order(trained: Iterable[nn.Parameter]) -> dict[int, int]:
-    """Returns the elements of each trained parameter by its place, in the order in which an optimizer has them."""
+    """Returns place among the trained parameters -> elements, in the order in which an optimizer has them."""
     params = [*trained]
     places = {id(param): place for place, param in enumerate(params)}
     return {places[id(param)]: param.numel() for group in named_groups(params) for param in group["params"]}
 
 
 def wholes_of(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[int, int]:
-    """Returns the elements of the whole weight, by the place of each trained parameter that is a share of one."""
+    """Returns place among the trained parameters -> elements of the whole weight, for those that are shares."""
     cuts = {id(share): cut for child in model.modules() for share, cut in shares_in(child)}
     return {
         place: param.numel() // param.shape[cuts[id(param)].dim] * cuts[id(param)].owners.size

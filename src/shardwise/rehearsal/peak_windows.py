@@ -38,7 +38,7 @@ class PeakWindows:
         trace.first_tops = trace.first_tops if any(trace.first_tops) else self.tops()
 
     def tops(self) -> Tops:
-        """Returns the most live bytes in each window so far; 0 of one that was not reached."""
+        """Returns the most live bytes (before the first block, to its backward, after it), 0 where not reached."""
         self._enter(self._at)
         before, within, after = self._tops
         return before, within, after

@@ -32,7 +32,7 @@ class _FakeStages(StagedModule):
     """Stages on fake tensors."""
 
     def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
-        """What is received into a sum of tp's makes it a plain tensor, which a fake one has to be outside as well."""
+        """As in `StagedModule`; a sum over tp becomes a fake tensor first, as what takes its place is one."""
         if isinstance(received, FakeTensor) and not isinstance(held, FakeTensor) and not axes_of(held):
             torch.utils.swap_tensors(held, torch.empty_like(received))
         super()._put(held, received, needs_gradient, written)
@@ -114,6 +114,7 @@ class RankModule:
                 child._parameters[leaf] = made[name]
 
     def _stand_in(self, name: str, param: nn.Parameter, absent: bool, cut: Any) -> nn.Parameter:
+        """Returns a parameter without values of this rank's share's shape; of an `absent` one, of the whole shape."""
         with self.fake:
             if absent:
                 lying = param.shape[-1:] if param.shape[-1:] == (2,) else ()  # `view_as_complex` asks for it

@@ -22,7 +22,7 @@ from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.stage import StagedModule
-from shardwise.parallel.pipeline.stage_messages import MessageSpec as OfTensor
+from shardwise.parallel.pipeline.stage_messages import TensorSpec
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
@@ -93,7 +93,7 @@ class Rehearsal:
     def run(self, enclosed: Collection[str] = ()) -> RankTrace:
         """Plays this rank's row of the schedule; returns its trace.
 
-        enclosed  paths of blocks that are no units of zero=3; `outside` tells those that should be among them
+        enclosed  paths of blocks that are no units of zero=3; `outside` then has those to run again with
         """
         messages_by_size = {n: self._sent_by_stage(n) if self.cut is not None else {} for n in self.batches}
         model, self.blocks = self.parts.build(self.cut)
@@ -119,7 +119,7 @@ class Rehearsal:
                 for turn in range(self.shares.cuts.rounds):
                     self._round(turn, model, staged, messages_by_size, waiting)
             except Exception:
-                # a unit's weights were read while it does not run: `Shares.trace` tries again without that unit
+                # a unit's weights were read while it does not run: `trace_of` tries again without that unit
                 if reads is None or not reads.units:
                     raise
         self.outside = reads.units if reads is not None else set()
@@ -306,7 +306,7 @@ class Rehearsal:
         return cache[key]
 
     def _rehearse_stages(self, samples: int) -> dict[int, MessageSpec]:
-        """Runs all stages in turn on a module that has all of them; returns, by stage, the tensors that it sends."""
+        """Runs all stages in turn on a module that has all of them; returns stage -> the spec of what it sends."""
         assert self.cut is not None
         model, _ = self.parts.build(None)
         staged = self.parts.staged(model, self.cut.stages)
@@ -318,7 +318,7 @@ class Rehearsal:
                 batch = self._batch(samples)
                 sent: Sequence[torch.Tensor] = self._forward(batch, stage.index, inbox, model, staged)
                 messages[stage.index] = [
-                    OfTensor(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in sent
+                    TensorSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in sent
                 ]
         forget()
         return messages

@@ -100,7 +100,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
     """Returns the module without weights, as far as its constructor allows.
 
-    One that reads values may read such as lie on the CPU by its own word, whatever the device around it is.
+    A constructor may read values of tensors that it puts on the CPU itself, whatever the default device is.
     """
     failed: list[Exception] = []
     for without_values in (fake, torch.device("meta")):
@@ -169,7 +169,7 @@ def repeated(batch: Any, times: int) -> Any:
 
 
 def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
-    """Returns a batch of `samples` copies of the sample, as tensors without values; integers keep theirs."""
+    """Returns a batch of `samples` copies of the sample as fake tensors; integers keep their values."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):  # a task that turns it into a tensor gets one without values

@@ -105,7 +105,7 @@ def _many(func: Any, args: tuple) -> bool:
 
 
 def _unread(func: Any, args: tuple) -> bool:
-    """Whether nobody knows the values that a draw makes: it fills a tensor that has none.
+    """Whether a draw fills a tensor without known values, so that nobody reads its numbers.
 
     Its bits are hashed from indices that are known, which would take longer than all else in a trace.
     """

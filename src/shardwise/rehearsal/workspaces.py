@@ -70,7 +70,7 @@ def workspace_bytes(args: tuple) -> int:
 
 
 def behind_one_number(func: Any, args: tuple, kwargs: dict) -> int:
-    """Returns the elements in the storage of an op's one number: 1, or those of all terms that it was summed from."""
+    """Returns the elements in the storage behind an op's scalar: 1, or as many as the terms that it sums."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if len(tensors) < 2 or kwargs or not all(arg.is_floating_point() for arg in tensors):
         return 1

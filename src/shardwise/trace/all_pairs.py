@@ -21,7 +21,7 @@ from shardwise.trace.leaves import tensors_in
 
 
 class AllPairs(TorchFunctionMode):
-    """While entered, notes in `meetings` the calls whose inputs have `samples` samples along different dims."""
+    """Mode that notes in `meetings` the calls that broadcast two inputs of `samples` samples to all pairs."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -35,6 +35,7 @@ class AllPairs(TorchFunctionMode):
         return output
 
     def _look(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Notes pairs of inputs that broadcast to all pairs of samples, with the user's line that meets them."""
         if any(tuple(output.shape).count(self.samples) == 1 for output in outputs):
             return  # each sample is there once: one indexes the other, `losses[order]`
         for first, second in pairwise(inputs):
@@ -48,7 +49,7 @@ class AllPairs(TorchFunctionMode):
 
 
 def _crosses(first: tuple[int, ...], second: tuple[int, ...], samples: int) -> bool:
-    """Whether two shapes broadcast to one with two dims of all samples, each of which one of the two has alone."""
+    """Whether two shapes broadcast to one with two dims of `samples`, one dim from the first, one from the second."""
     dims = max(len(first), len(second))
     pairs = list(zip((1,) * (dims - len(first)) + first, (1,) * (dims - len(second)) + second, strict=True))
     return all(a == b or 1 in (a, b) for a, b in pairs) and pairs.count((samples, 1)) == pairs.count((1, samples)) == 1

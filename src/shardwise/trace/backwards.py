@@ -40,7 +40,7 @@ class _Watched:
 
 
 def watch_backwards(around: Around) -> Callable[[], None]:
-    """Run every backward from now on inside `around(...)`; returns what ends that."""
+    """Runs every backward from now on inside the context `around(roots, create_graph, inputs)`; returns the undo."""
     if not isinstance(torch.autograd._engine_run_backward, _Watched):
         torch.autograd._engine_run_backward = _Watched(torch.autograd._engine_run_backward)
     watched = torch.autograd._engine_run_backward
@@ -56,7 +56,7 @@ def watch_backwards(around: Around) -> Callable[[], None]:
 
 @contextmanager
 def watching_backwards(around: Around) -> Iterator[None]:
-    """Context: every backward runs inside `around(...)`."""
+    """Context: every backward runs inside the context `around(roots, create_graph, inputs)`."""
     end = watch_backwards(around)
     try:
         yield

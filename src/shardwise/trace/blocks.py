@@ -178,6 +178,7 @@ def _whole_model(module: nn.Module, name: str) -> str:
 
 
 def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
+    """Returns a sentence for each way in which units are too large, too few or too small, with units to name."""
     if not paths:
         parts = _parts(module, "")
         named = f": name units in the plan, with {_spelt(module, parts)}" if parts else ""
@@ -229,7 +230,7 @@ def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
 
 
 def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
-    """Returns [path of the largest module that no unit is, contains or is contained in], or [] without one."""
+    """Returns [path] of the largest module that lies neither in a unit nor around one; [] where there is none."""
     apart = {
         path: _elements(child) for path, child in module.named_modules()
         if path and not any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in paths)
@@ -239,7 +240,7 @@ def _largest_outside(module: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _around(module: nn.Module, paths: list[str]) -> list[str]:
-    """Returns the paths of the modules around these units that are called as a whole; the model itself is none."""
+    """Returns the paths of the modules directly around these units, lists passed over; the model itself left out."""
     outer_paths: dict[str, None] = {}
     for path in paths:
         outer = path.rpartition(".")[0]

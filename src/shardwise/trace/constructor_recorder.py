@@ -118,6 +118,7 @@ class _Recorder(TorchDispatchMode):
         return self._unfilled(output) if large else output  # replay draws it again, from the state noted
 
     def _meet(self, tensor: torch.Tensor) -> None:
+        """Keeps the bytes of a tensor that no op on the tape has made; notes one without values as lost."""
         key = storage_key(tensor)
         tape = self.tape
         if key in tape.writers or key in tape.constants or key in tape.lost:
@@ -129,6 +130,7 @@ class _Recorder(TorchDispatchMode):
             tape.constants[key] = bytes_of(tensor)
 
     def _execute(self, func, args, kwargs, inputs):
+        """Returns the op's result, on the CPU; a large one is not computed but given address space without values."""
         # weights are made on the CPU whatever device the constructor names, since a rank has its own
         if "device" in _argument_names(func) and torch.device(kwargs.get("device") or "cpu").type != "meta":
             kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
@@ -146,6 +148,7 @@ class _Recorder(TorchDispatchMode):
     def _defer(self, func, args, kwargs):
         """Runs an op on tensors without values: a view for real, a write not at all, anything else by shape."""
         returned = func._schema.returns
+        # a view needs no values: it is made of the unfilled memory itself, and stays a view of it
         if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -169,6 +172,7 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def _record(self, func, args, kwargs, inputs, output, state: torch.Tensor | None = None) -> None:
+        """Appends the op to the tape, its tensors as `Ref`s, if it makes or writes a storage."""
         outputs = tensors_in(output)
         before = {storage_key(tensor) for tensor in inputs}
         made = {storage_key(tensor) for tensor in outputs} - before

@@ -38,6 +38,8 @@ def refuse_conversions(module: nn.Module) -> None:
 
 
 def _conversion_of(original: nn.Module, paths: dict[nn.Module, str]) -> Callable[..., nn.Module]:
+    """Returns a `_apply` for the module that raises where `function` would change a parameter."""
+
     def apply(module: nn.Module, function: Convert, recurse: bool = True) -> nn.Module:
         if _ours.get() or module is not original:  # a copy, which no plan holds
             return type(module)._apply(module, function, recurse)
@@ -53,6 +55,7 @@ def _conversion_of(original: nn.Module, paths: dict[nn.Module, str]) -> Callable
 
 
 def _refuse_change(name: str, param: torch.Tensor, function: Convert) -> None:
+    """Raises `RefusedPlan` where a conversion would change a parameter's dtype or device."""
     new = function(torch.empty(0, dtype=param.dtype, device=param.device))
     if new.dtype != param.dtype or (new.device != param.device and not param.is_meta):
         raise RefusedPlan(

@@ -62,7 +62,7 @@ class Built:
         self._tape = tape
         self._targets = dict(named_tensors(module))
         self._refs = {name: ref_of(tensor) for name, tensor in self._targets.items()} if tape else {}
-        self._seeds: dict[int, int] = {}
+        self._seeds: dict[int, int] = {}  # index of a random op on the tape -> its seed
         self.value_from: Callable[[str], torch.Tensor | None] | None = None  # a value from elsewhere (a checkpoint)
         self.pairs: Collection[str] = ()  # complex parameters that the module holds as real ones (part/pairs)
         if tape is not None:
@@ -75,6 +75,7 @@ class Built:
         return torch.view_as_real(value.resolve_conj()) if name in self.pairs and value.is_complex() else value
 
     def _value(self, name: str) -> torch.Tensor:
+        """Returns the tensor that `value_from` gives, else the real one, else the one that a replay makes."""
         value = self.value_from(name) if self.value_from is not None else None
         if value is not None:
             if value.shape != self._targets[name].shape:
@@ -135,6 +136,7 @@ class Built:
             self._targets = dict(named_tensors(self.module))
 
     def _check(self) -> None:
+        """Raises `NotReplayable` for a tensor that the tape cannot make; keeps data that no operation made."""
         tape = self._tape
         assert tape is not None
         for name, ref in self._refs.items():
@@ -157,6 +159,7 @@ class Built:
 
     @torch.no_grad()
     def _replay(self, target: Ref) -> torch.Tensor:
+        """Returns a tensor by running the ops of the tape that its storage depends on, on the CPU."""
         tape = self._tape
         assert tape is not None
         storages: dict[int, torch.UntypedStorage] = {}

@@ -72,9 +72,9 @@ def _exact(func: Any, args: tuple) -> bool:
 
 
 def _of_autograd() -> bool:
-    """Whether autograd's engine asks for an operation, and not the code of a module, also where it runs again.
+    """Whether autograd's engine itself calls an operation, and no module's code that runs again in backward.
 
-    Its own thread has no Python below the modes.
+    The engine's own thread has no Python frame below the modes.
     """
     frame: Any = sys._getframe(2)
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"] in _BETWEEN):

@@ -36,7 +36,7 @@ _MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as man
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Context: torch does not log what tensors without values cannot do; an exception tells it."""
+    """Context: torch's log of failures on fake tensors is off, since an exception tells the same."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -57,7 +57,7 @@ class Made(NamedTuple):
 
 
 class OpResult(NamedTuple):
-    """All results of an operation; `kind` is tuple or list, or None where there is one. Others are what they are."""
+    """All results of an operation: `Made` for tensors, ints and None as they are. `kind`: tuple, list, None for one."""
 
     kind: type | None
     made: tuple[Any, ...]
@@ -168,6 +168,7 @@ class Fake(FakeTensorMode):
         return results[0] if answer.kind is None else answer.kind(results)
 
     def _make(self, made: Made, tensors: list[FakeTensor]) -> FakeTensor:
+        """Returns the fake tensor that `made` describes; `tensors`: the arguments that it may be, or be a view of."""
         if made.place is not None and made.shape is None:
             return tensors[made.place]
         if made.place is None:
@@ -215,7 +216,7 @@ def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
 def _of_metadata(func: Any) -> bool:
     """Whether results depend on metadata alone, judged by torch's own cache (`_validate_cache_key`), or are views.
 
-    FSDP2's own operations are, and what gives nothing: it writes into its arguments.
+    So do FSDP2's own operations, and those without results, which write into their arguments.
     """
     if not isinstance(func, torch._ops.OpOverload):
         return False

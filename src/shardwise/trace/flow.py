@@ -108,7 +108,7 @@ class Change:
 
 @dataclass
 class Flow:
-    """One forward, written down. Tensors are numbered."""
+    """One forward, written down: tensors are numbered in order, times count operations and calls."""
 
     root: ModuleCall
     ops: list[FlowOp]
@@ -306,7 +306,7 @@ class Flow:
 
     @cached_property
     def call_leaves(self) -> dict[int, list[tuple[ModuleCall, bool, int]]]:
-        """Returns, by a tensor's number, (call, whether it is an argument, else a result, its place among those)."""
+        """Returns tensor's number -> [(call, True: an argument, False: a result, its place among those leaves)]."""
         places: dict[int, list[tuple[ModuleCall, bool, int]]] = {}
         for call in self.calls():
             for leaf, argument in enumerate(call.arguments):

@@ -22,7 +22,7 @@ _RUN = ((apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms,
 
 
 def counted_transforms(call: Callable[[str, Callable[..., Any], tuple, dict], Any]) -> Callable[[], None]:
-    """Makes transforms run by `call(name, run, args, kwargs)`, those inside others excepted; returns what undoes it."""
+    """Makes outermost transforms run by `call(name, run, args, kwargs)`; returns the undo function."""
     before = [(room, name, getattr(room, name)) for room, name in _RUN]
 
     def run(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -50,5 +50,5 @@ def standing_at(generator: Any, state: Any) -> Iterator[None]:
 
 
 def shared_states() -> Any:
-    """Returns where the generators of Python's and numpy's modules stand, which all code draws from."""
+    """Returns (state of Python's module, state of numpy's, as bytes), from which all code draws; to be compared."""
     return random.getstate(), pickle.dumps(np.random.get_state())

@@ -56,7 +56,7 @@ CHOSEN, BATCH = "chosen", "batch"
 
 @dataclass(eq=False)
 class _Memory:
-    """Shared by a tensor and its views: whether the shadow still has their values, and what these came from."""
+    """Shared by a tensor and its views: whether their known values still hold, and the names of what they came from."""
 
     valid: bool = True
     origins: frozenset[str] = frozenset()
@@ -325,7 +325,7 @@ _WITHOUT_META = {_ATEN._ctc_loss: _ctc_loss, _ATEN._ctc_loss_backward: _ctc_loss
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> None:
-    """Raises IndexError for a row that the table does not have, as a run does: positions beyond the learned ones."""
+    """Raises IndexError where a known index exceeds the table's rows, as a run would (positions beyond the learned)."""
     values = shadow(index) if isinstance(index, FakeTensor) else None
     if values is not None and values.numel():
         with _disable_current_modes():
@@ -424,6 +424,7 @@ def padding_by_values() -> Iterator[None]:
 
 
 def _padded(rows: torch.Tensor, sizes: list[int], batch_first: bool, value: float, total: int) -> torch.Tensor:
+    """Returns packed rows as (times, sequences, ...), or batch first, filled up with `value`."""
     if 0 < total < len(sizes):
         raise ValueError(f"total_length={total} is less than the longest sequence, {len(sizes)}")
     out = rows.new_full((max(total, len(sizes)), sizes[0], *rows.shape[1:]), value)

@@ -62,7 +62,7 @@ def _refuse_gradient(gradient: torch.Tensor) -> None:
 
 
 def stand_ins(tensors: Iterable[torch.Tensor], large: int | None) -> dict[int, torch.Tensor]:
-    """Returns id -> a tensor like it, in memory of its own, which tensors of one memory share.
+    """Returns id of a tensor -> one like it in new memory; tensors of one memory share the new one too.
 
     large   bytes from which it has no values, since they are made later; None: all have them
     """
@@ -81,7 +81,7 @@ def stand_ins(tensors: Iterable[torch.Tensor], large: int | None) -> dict[int, t
 
 
 def _with_marks(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns `like` as a parameter where the tensor is one, with what its owner has put on it."""
+    """Returns `like`, as a parameter where `tensor` is one, with the Python attributes set on `tensor`."""
     if isinstance(tensor, nn.Parameter):
         like = nn.Parameter(like, requires_grad=tensor.requires_grad)
     like.__dict__.update(tensor.__dict__)

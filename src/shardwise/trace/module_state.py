@@ -169,8 +169,8 @@ class PassedState:
     """
 
     def __init__(self, *values: Any, written: bool = False, outside: set[int] | None = None):
-        self._tables: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._tables: list[tuple[Any, Any]] = []  # (container, its copy)
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # (tensor, its copy, its version then)
         self._written, self._outside = written, outside
         self._seen: set[int] = set()
         for value in values:
@@ -185,6 +185,7 @@ class PassedState:
         return id(value) in known or len(self._seen) >= DEEP or len(known) >= ALL or _size(value) > MOST
 
     def _keep(self, value: Any) -> None:
+        """Notes a value's contents, and those of all that it holds, but for large data and objects of other kinds."""
         if self._is_data(value):
             return
         if self._written and id(value) not in self._seen and _is_plain(value):
@@ -315,6 +316,7 @@ def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
 
 
 def _differs(now: Any, value: Any, copied: Any) -> bool:
+    """Whether an entry is another object than `value`, or `value` has other contents than when it was `copied`."""
     if now is not value:
         return True
     if isinstance(value, torch.Tensor):

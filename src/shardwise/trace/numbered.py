@@ -36,12 +36,12 @@ class Recorder(TorchDispatchMode):
         self.carried: dict[int, tuple[int, int]] = {}
         self.time = 0
         self.ops: list[FlowOp] = []
-        self.made: list[int] = []
+        self.made: list[int] = []  # by number, as the lists below: `Flow` says what they hold
         self.depends: list[bool] = []
         self.drawn: list[bool] = []
         self.sized: set[int] = set()  # tensors of which the size depends on values that depend on parameters
         self.last_use: list[int] = []
-        self.overwritten: dict[int, int] = {}
+        self.overwritten: dict[int, int] = {}  # number -> time of the write that gave the tensor another number
         self.rewrites: list[dict[int, int]] = []  # of each write: tensors on one memory, and their numbers afterwards
         self.number_of: dict[int, int] = {}  # id of a tensor -> number
         self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
@@ -51,11 +51,11 @@ class Recorder(TorchDispatchMode):
         self.differentiating = False
         self.stateful: set[int] = set()  # ids of parameters and buffers into which something was written
         self.is_parameter, self.is_buffer = parameters, buffers
-        self.parameters: dict[int, int] = {}
+        self.parameters: dict[int, int] = {}  # number -> id of the parameter, as for buffers
         self.buffers: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Returns the tensor's number; one not met before was there at the start, unless it lies on a known storage."""
+        """Returns the tensor's number; one not met before was there at the start, or lies on a known storage."""
         tensor = innermost(tensor)
         number = self.number_of.get(id(tensor))
         if number is not None:
@@ -82,6 +82,7 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _new(self, tensor: torch.Tensor, *, made: int, depends: bool, drawn: bool) -> int:
+        """Returns a new number for a tensor made at time `made` (-1: there at the start)."""
         number = len(self.made)
         self.made.append(made)
         self.depends.append(depends)
@@ -201,7 +202,7 @@ class Recorder(TorchDispatchMode):
         renumbered: dict[int, int] = {}
         for other in self.on_storage.get(_storage(tensor), []):
             old = self.number_of[other]
-            if old not in renumbered:
+            if old not in renumbered:  # tensor objects with one number get one new number
                 self.overwritten[old] = self.time
                 renumbered[old] = len(self.made)
                 fresh.append(len(self.made))

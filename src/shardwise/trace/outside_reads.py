@@ -124,7 +124,7 @@ class ArgumentWrites:
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
-    """Returns the storages of strided tensors by their keys; sparse and nested ones have several and are left out.
+    """Returns key -> storage of strided tensors; sparse and nested ones, which have several storages, are left out.
 
     They are held: an argument may be given other memory, and what it had would be another tensor's, under one key.
     """

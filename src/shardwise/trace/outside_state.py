@@ -61,7 +61,7 @@ def _own(module_name: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the names that code uses, in functions inside it too, and those of them that it assigns."""
+    """Returns (names that code uses, functions inside it included; those of them that it assigns or deletes)."""
     used, assigned = set(code.co_names), set(_assigned(code))
     for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
         used_inside, assigned_inside = _names(inner)
@@ -113,7 +113,7 @@ class Reached:
     """What code reaches outside its module: `places` that may get another value, `objects` that hold some, classes."""
 
     def __init__(self, module: nn.Module, functions: Iterable[Callable] = ()) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self.places: dict[tuple[int, str], Place] = {}  # (id of a place's owner, name) -> the place
         self.objects: dict[int, tuple[str, Any]] = {}  # with the name by which each was first met
         self.classes: dict[type, None] = {}
         self.own_backwards = _own_backwards(module)  # what may compute gradients otherwise than for each sample, told
@@ -128,6 +128,7 @@ class Reached:
             self._of_function(function)
 
     def _of_function(self, function: Any) -> None:
+        """Follows what a callable reaches: its code, and the objects that it is bound to or holds."""
         function = (
             getattr(function, "__func__", function) if isinstance(function, staticmethod | classmethod) else function
         )
@@ -142,6 +143,7 @@ class Reached:
             self._of_values(type(function).__name__, [function])
 
     def _of_code(self, function: FunctionType) -> None:
+        """Follows the globals, closure cells and defaults that a function of the user's names."""
         used, assigned = _names(function.__code__)
         if "register_hook" in used:
             self.own_backwards.append(f"a hook on a gradient that '{function.__qualname__}' sets")
@@ -154,6 +156,7 @@ class Reached:
         self._of_values(f"a default of {function.__name__}", defaults, used)
 
     def _of_name(self, names: dict[str, Any], name: str, used: frozenset, assigned: frozenset) -> None:
+        """Notes a global name as a place if code assigns it, and follows its value."""
         value = names.get(name, _ABSENT)
         if name in assigned and (value is _ABSENT or isinstance(value, _VALUES) or is_own(value)):
             self.places[id(names), name] = (names, name)
@@ -164,6 +167,7 @@ class Reached:
         self._of_values(name, [value], used)
 
     def _of_values(self, name: str, values: Iterable[Any], used: frozenset | None = None) -> None:
+        """Notes containers and objects, which may change, and follows functions and classes; `used`: names in code."""
         for value in values:
             if isinstance(value, type):
                 for base in value.__mro__:
@@ -172,6 +176,7 @@ class Reached:
                 self._of_function(value)
             elif isinstance(value, CONTAINERS) and len(value) <= MOST:
                 self.objects[id(value)] = (name, value)
+            # its attributes may change, and its methods may reach more: those named in the code alone, and `__call__`
             elif _is_object(value) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.objects[id(value)] = (name, vars(value) if callable(value) else value)
@@ -184,7 +189,7 @@ class Reached:
             return
         self._followed.add((kind, used))
         self.classes[kind] = None
-        if issubclass(kind, torch.autograd.Function):
+        if issubclass(kind, torch.autograd.Function):  # its gradient need not be one sample's alone
             self.own_backwards.append(f"the backward of '{kind.__name__}'")
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType | staticmethod | classmethod | property):
@@ -196,7 +201,7 @@ class Reached:
 
 
 def _own_backwards(module: nn.Module) -> list[str]:
-    """Returns hooks on gradients around children, and tables whose gradients count a batch's indices, as text."""
+    """Returns, as text, each backward hook of a submodule, and each table whose gradient counts a batch's indices."""
     hooked = [f"a backward hook on '{path}'" for path, child in module.named_modules()
               if child._backward_hooks or child._backward_pre_hooks]  # fmt: skip
     counting = [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]
@@ -242,7 +247,7 @@ class OutsideState:
         for owner, name, value in self._kept:
             if _read(owner, name) is not value:
                 _remove(owner, name) if value is _ABSENT else _write(owner, name, value)
-        for kind, before in self._classes:
+        for kind, before in self._classes:  # attributes that a class has got since go
             for name in vars(kind).keys() - before:
                 if isinstance(vars(kind)[name], _VALUES) and not name.startswith("__"):
                     delattr(kind, name)

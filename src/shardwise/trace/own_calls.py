@@ -91,6 +91,7 @@ class OwnCalls(TorchFunctionMode):
         return self._call(getattr(func, "__name__", str(func)), func, args, kwargs or {})
 
     def _call(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Returns the result of a call of torch by the forward that runs, which is noted under its spot."""
         whose, counts = self._forwards[-1]
         if whose is None:
             return func(*args, **kwargs)
@@ -117,7 +118,7 @@ def _place_of(frame: Any) -> tuple[str, int, int]:
 
 @lru_cache(maxsize=4096)
 def _first_halves(code: CodeType) -> dict[int, int]:
-    """Returns (place of a call's first half, of its second): Python 3.11 runs `sum` in the second, later the first."""
+    """Returns offset of a call's PRECALL -> of its CALL (Python 3.11): builtins are run in the one or the other."""
     pairs = pairwise(dis.get_instructions(code))
     return {first.offset: second.offset for first, second in pairs if first.opname == "PRECALL"}
 

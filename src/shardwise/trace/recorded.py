@@ -157,7 +157,7 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
 def _in_a_row(
     module: nn.Module, run: Callable[[], Any], ids: dict[str, int], gradients: bool, places: list[Attribute]
 ) -> Flow | None:
-    """Returns a first forward's flow, its `later` those that find what it left; None where that changes nothing."""
+    """Returns a first forward's flow, its `later` the flows of the next ones; None where it leaves nothing for them."""
     recorders, flows, structures = list[Recorder](), list[Flow](), list[Any]()
     for _ in range(IN_A_ROW):
         watch = AttributeWatch(module, places)
@@ -183,6 +183,7 @@ def _followed(
     module: nn.Module, run: Callable[[], Any], ids: dict[str, int], *, gradients: bool,
     earlier: Sequence[Recorder] = (), watch: AttributeWatch | None = None,
 ) -> tuple[Flow, Recorder]:  # fmt: skip
+    """Returns one forward's flow and the recorder that wrote it; `earlier`: recorders of the forwards before."""
     recorder = Recorder(
         {id(param): ids[name] for name, param in module.named_parameters() if name in ids},
         {id(buffer): ids[name] for name, buffer in module.named_buffers() if name in ids},  # not those made since
@@ -193,6 +194,7 @@ def _followed(
     functions: list[ModuleCall] = []
     begun = 0
 
+    # calls of torch's functions by forwards' own code are places to cut too, with a time of their own
     def before(whose: ModuleCall, place: Spot, name: str) -> None:
         nonlocal begun
         recorder.time += 1
@@ -265,6 +267,7 @@ def _ids(module: nn.Module) -> dict[str, int]:
 
 
 def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, seed: int) -> Flow:
+    """Returns the flow of a forward on fake tensors."""
     module, ids = built.module, _ids(built.module)
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:

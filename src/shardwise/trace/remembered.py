@@ -41,6 +41,7 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
         return state_of(value)
     if not deep or isinstance(value, nn.Module | type) or callable(value):
         return None
+    # modules, classes and functions are code; what lies deeper than `deep` is taken as unchanged
     below = [contents(item, tensors=tensors, deep=deep - 1) for item in _items_of(value)]
     if isinstance(value, dict):
         return [*map(str, value)], below
@@ -92,7 +93,7 @@ class ForwardState:
         return places
 
     def changed(self) -> list[Attribute]:
-        """Returns the places that differ from what they were."""
+        """Returns (module path, attribute or buffer) of all that differ from what they were."""
         now = self._now()
         return [place for place in self._before | now if self._before.get(place) != now.get(place)]
 
@@ -114,7 +115,7 @@ class AttributeWatch:
         return id(child._buffers[key]) if key in child._buffers else contents(vars(child).get(key))
 
     def structure(self) -> list[Any]:
-        """Returns the numbers and the structure that the places hold now."""
+        """Returns for each place the numbers and the structure that it holds now, without tensors, to be compared."""
         owners = [(self._children[path], key) for path, key in self._places]
         return [contents(vars(child).get(key), tensors=False) for child, key in owners]
 

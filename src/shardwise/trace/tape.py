@@ -59,7 +59,7 @@ class ConstructorTape:
             self.writers.setdefault(key, []).append(len(self.ops) - 1)
 
     def slice(self, storage: int) -> list[int]:
-        """Returns the ops, in order, that a storage's content depends on."""
+        """Returns the indices of the ops, ascending, that a storage's content depends on."""
         needed: set[int] = set()
         queue = [(storage, len(self.ops))]
         horizon: dict[int, int] = {}

@@ -46,6 +46,7 @@ def change_hidden(output: Any, change: Change) -> None:
 
 
 def _change_in(holder: Any, change: Change, seen: set[int], deep: int) -> None:
+    """Changes the tensors in an object or container, in place; `deep`: how many levels more."""
     if id(holder) in seen or not deep:  # objects may hold each other
         return
     seen.add(id(holder))

@@ -64,7 +64,7 @@ def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[s
 def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
     """Returns the positions with `shapes` and `space` set where the task's source reads tiles (has a `global_shape`).
 
-    Its extents are those of space in the order in which tensors have them; `Domain.dims` may have another one.
+    `global_shape` has the sizes of space in the order of the tensors' dims, which `Domain.dims` need not follow.
     Raises `InputError` where a field that is cut has other extents there.
     """
     whole = getattr(task.data, "global_shape", None)
@@ -86,7 +86,7 @@ def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
 
 
 def _in_order(fields: list[torch.Tensor], spatial: Domain | None) -> tuple[str, ...]:
-    """Returns the axes of the dims of space, in the order in which tensors have these."""
+    """Returns the axis that cuts each dim of space, in the order of the fields' dims; `InputError` if fields differ."""
     if spatial is None:
         return SPACE
     # dims that count from the front and from the back may swap places between tensors with and without channels
@@ -105,7 +105,7 @@ def _is_field(leaf: Any, samples: int) -> bool:
 
 
 def _extents(leaf: torch.Tensor, tiled: int, spatial: Domain | None) -> Iterator[tuple[int, ...]]:
-    """Yields the sizes of the dims of a tensor that may be space, of at least `tiled` dims."""
+    """Yields, at most once, the sizes of a tensor's dims of space: the declared ones, else all behind dim 1."""
     if spatial is not None:
         along = _declared(leaf, spatial)
         if along:
@@ -126,7 +126,7 @@ def _declared(leaf: torch.Tensor, spatial: Domain) -> tuple[int, ...]:
 
 
 def _dims(leaf: torch.Tensor, extents: tuple[int, ...], spatial: Domain | None) -> tuple[int, ...]:
-    """Returns the dims of a tensor that have these extents (those named, else the last ones); () where none have."""
+    """Returns the tensor's dims of space (the named ones, else the last) if their sizes are `extents`, else ()."""
     if spatial is not None:
         along = _declared(leaf, spatial)
     else:

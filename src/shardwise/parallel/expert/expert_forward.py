@@ -71,7 +71,7 @@ class ExpertCall:
 
 @dataclass(frozen=True)
 class Stack:
-    """One module of experts: how many, its stacked parameters, and the numbers in it that count them."""
+    """One module of experts: its stacked parameters, and which of its integer attributes (`counters`) count them."""
 
     path: str
     experts: int
@@ -82,7 +82,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The experts of a module over an axis."""
+    """The experts of a module, dealt over an axis (`ep`): each rank holds a block of each stack's."""
 
     stacks: list[Stack]
     axis: Axis
@@ -198,6 +198,8 @@ def _on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, 
 
 
 def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
+    """Returns a forward that runs `own` on this rank's rows of a call (`exchange.of_own_rows`)."""
+
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(*values: torch.Tensor) -> Any:
             new_args, new_kwargs = stack.call.made(args, kwargs, *values)
@@ -210,7 +212,7 @@ def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
 
 @contextmanager
 def counting(child: nn.Module, counters: tuple[str, ...], experts: int) -> Iterator[None]:
-    """Context: the module's counters are the number of experts held here."""
+    """Context: the module's integer attributes `counters` hold `experts`, the number on this rank."""
     before = {name: vars(child)[name] for name in counters}
     vars(child).update(dict.fromkeys(counters, experts))
     try:

@@ -55,6 +55,7 @@ def find_experts(
     calls, touched, by_expert = _look(built, batch, run, dtype_of)
     module = built.module
     stacks = [_tried(built, path, seen, ranks) for path, seen in calls.items()]
+    # no module is called with tokens and experts: the reason depends on how this one deals its rows
     if not stacks and by_expert:
         path, shape = next(iter(by_expert.items()))
         raise RefusedPlan(
@@ -154,6 +155,7 @@ def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> _Look:
 
 
 def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: FakeTensorMode | None) -> _Look:
+    """Returns what `_look` does, from one forward on tensors of the mode `fake`, or, if None, on real ones."""
     module = built.module
     state = ModuleState(module)
     calls: dict[str, CandidateCall] = {}
@@ -201,6 +203,7 @@ def _first_dims(child: nn.Module) -> list[int]:
 def _recorder(
     child: nn.Module, path: str, calls: dict[str, CandidateCall], by_expert: dict[str, tuple[int, ...]]
 ) -> Callable:
+    """Returns a forward that notes the call in `calls` and returns empty rows, if it is a call of experts."""
     own = child.forward
     stacked = [param.shape for param in child._parameters.values() if param is not None and param.dim() == 3]
     matrices = {(count, width) for count, *sides in stacked for width in sides}
@@ -222,7 +225,7 @@ def _recorder(
 
 
 def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
-    """Returns where rows (T, H), experts (T, k) and weights (T, k) stand in a call; None for other tensors in it."""
+    """Returns where rows (T, H), experts (T, k) and weights (T, k) stand in a call; None if its tensors are others."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     tensors = [(key, value) for key, value in places if isinstance(value, torch.Tensor)]
     if len(tensors) != 3 or any(value.dim() != 2 for _, value in tensors):
@@ -262,7 +265,7 @@ class _Failed(Exception):
 
 
 def _trial(built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
-    """Returns the stack with its counters. Raises `_Failed`."""
+    """Returns the stack with the `counters` that a trial found; `_Failed` where it does not behave as experts do."""
     try:
         return _trial_in(torch.float64, built, seen, stack, ranks)
     except (RuntimeError, NotImplementedError, TypeError) as error:  # kernels without float64
@@ -277,6 +280,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
+    """Returns the stack with its counters, by a trial on random weights of this dtype."""
     child = built.module.get_submodule(stack.path)
     state = ModuleState(child)
     generator = torch.Generator().manual_seed(0)
@@ -324,6 +328,7 @@ class _Trial:
         self.rows = torch.randn(_TOKENS, seen.width, generator=generator).to(dtype)
 
     def _call(self, rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the module's result (T, H) of rows, experts and weights (T, k); `_Failed` for another shape."""
         args, kwargs = self.seen.call.made(
             self.seen.args, self.seen.kwargs, rows.clone(), index.clone(), weight.clone()
         )
@@ -360,7 +365,7 @@ class _Trial:
             )
 
     def counters(self, ranks: int) -> tuple[str, ...]:
-        """Returns the attributes to set to the number of experts here, so that slices of the experts give the same."""
+        """Returns the integer attributes to set to a rank's number of experts so that its slice gives what all give."""
         named = [name for name, value in vars(self.child).items() if type(value) is int and value == self.experts]
         # none, all, one, two: an attribute may equal the number of experts without counting them (a width)
         choices = [(), tuple(named), *((name,) for name in named)]

@@ -20,7 +20,7 @@ from shardwise.parallel.slots import DataParallel, Slot
 
 
 def _of_both(name: str) -> Any:
-    """Returns a method that calls both techniques' method of this name, one after the other."""
+    """Returns a method that calls the method of this name of `rest`, then of `experts`."""
 
     def call(self: WithExperts, *args: Any, **kwargs: Any) -> None:
         for technique in (self.rest, self.experts):
@@ -30,7 +30,7 @@ def _of_both(name: str) -> Any:
 
 
 def _of_its_technique(name: str) -> Any:
-    """Returns a method of one parameter by its index, that calls its technique's method of this name."""
+    """Returns a method (index of a parameter, ...) that calls the method of this name of that parameter's technique."""
 
     def call(self: WithExperts, index: int, *args: Any) -> Any:
         technique, place = self._home[index]
@@ -110,7 +110,7 @@ class WithExperts:
         return self.rest.gradient_buffers() + self.experts.gradient_buffers()
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """Returns the view of a parameter (of an expert one: of this rank's experts) that is this rank's piece."""
+        """Returns the view of `whole` (of an expert's: this rank's experts) that is the piece of rank `shard_rank`."""
         technique, place = self._home[index]
         select = getattr(technique, "select", None)
         return whole if select is None else select(place, whole, self._rank(technique, shard_rank))

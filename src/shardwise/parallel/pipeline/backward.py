@@ -199,7 +199,7 @@ def _accumulating(node: Node) -> tuple[Node, ...]:
 
 
 def _groups(later: DeferredWeightGrad) -> list[list[Node]]:
-    """Returns the nodes in groups: nodes that share a weight are in one, so that one run makes its whole gradient."""
+    """Returns groups of nodes: those that share a weight are together, so that one run makes its whole gradient."""
     by_weight: dict[Node, list[Node]] = defaultdict(list)
     for node in later.weights:
         if node in later.entered or node in later.apart:  # else no gradient came to it

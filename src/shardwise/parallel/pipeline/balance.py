@@ -14,7 +14,7 @@ SLACK = 1.05  # of the best time, within which stages are balanced by their para
 
 
 def uses(flow: Flow) -> list[tuple[int, int]]:
-    """Returns (time, id of a parameter) for each time that an operation reads one."""
+    """Returns (time, id of the parameter) for each read of a parameter by an operation."""
     return [(op.time, flow.parameters[n]) for op in flow.ops if not op.inner for n in op.reads if n in flow.parameters]
 
 
@@ -26,7 +26,7 @@ def uses_led(flow: Flow) -> list[tuple[int, int]]:
 
 
 def costs_of(flow: Flow) -> Prefix:
-    """Returns the costs of the operations that a stage is charged for, by time."""
+    """Returns sums, over spans of time, of the costs (`FlowOp.cost`) of the operations that a stage is charged for."""
     # `inner`: of a gradient that the forward takes; its backward is computed on the stage that computed its forward
     forward = [op for op in flow.ops if not op.inner]
     return Prefix([op.time for op in forward], [op.cost for op in forward])

@@ -21,7 +21,7 @@ By = tuple["Holder | bool | None", ...]  # for each x: where a stage has it, Tru
 
 @dataclass(frozen=True)
 class CutPoint:
-    """A place to cut: the entry of a call, and the tensors that cross it."""
+    """A place to cut: the entry of a call, and the numbers (in the `Flow`) of the tensors that cross it."""
 
     call: ModuleCall
     numbers: tuple[int, ...]
@@ -77,7 +77,7 @@ class Stage:
     index: int
     entry: CutPoint | None
     exit: CutPoint | None
-    start: int
+    start: int  # times of the flow: operations from `start` on, before `stop`
     stop: int
     parameters: set[int]  # ids of the parameters that it uses
     buffers: set[int]
@@ -88,7 +88,7 @@ class Stage:
     entries: list[Edge] = field(default_factory=list)  # where it begins: the first of these that a forward comes to
     exits: list[Edge] = field(default_factory=list)
     taken: list[Taken] = field(default_factory=list)  # gradients that the forward takes itself, of all stages
-    by: dict[int, By] = field(default_factory=dict)  # of each of them: where this stage has what it is taken by
+    by: dict[int, By] = field(default_factory=dict)  # index of such a gradient -> where this stage has its inputs
     differentiates: bool = False  # whether it takes any, by whatever means
     over: frozenset[int] = frozenset()  # which go back over the stage's beginning, to the one before
     answers: bool = False  # whether one comes back over its end
@@ -102,7 +102,7 @@ class Stage:
 
     @property
     def kept(self) -> list[Holder]:
-        """Returns the holders, on this stage, of tensors by which other stages take gradients."""
+        """Returns the holders, on this stage, of inputs of gradients that the forward takes (`autograd.grad`)."""
         return [holder for by in self.by.values() for holder in by if isinstance(holder, Holder)]
 
 
@@ -120,7 +120,7 @@ class StagePlacement:
     holders: dict[str, tuple[int, ...]]
     buffers: dict[str, int]
     rank: int
-    shared_draws: bool
+    shared_draws: bool  # several stages use random numbers that the outermost forward draws
     notices: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)  # parameters and buffers into which the forward writes
     in_groups: bool = False  # the forward does not run on two or three samples, but on more
@@ -147,7 +147,7 @@ class StagePlacement:
         return [name for name, ranks in self.holders.items() if len(ranks) > 1]
 
     def counts_here(self, name: str) -> bool:
-        """Returns whether this rank is the one that counts a parameter, of those that hold it."""
+        """Returns whether this rank, of those that hold a parameter, is the one to count it in the gradient's norm."""
         return self.holders[name][0] == self.rank
 
     @property

@@ -31,7 +31,7 @@ from shardwise.trace.flow import Flow, ModuleCall
 def repeated(flow: Flow, other: Flow) -> frozenset[str]:
     """Returns the paths of modules whose number of calls differs between two forwards.
 
-    None of them where the other modules are called in another order.
+    Empty where the other modules are called in another order.
     """
     first, second = (Counter(path for path, _ in forward.order) for forward in (flow, other))
     paths = frozenset(path for path in first | second if first[path] != second[path])
@@ -59,7 +59,7 @@ def met_always(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 def met_by_chance(flow: Flow, places: list[CutPoint], substitutes: list[CutPoint]) -> list[CutPoint]:
     """Returns the places that every forward comes to, or that later calls (`others`) can replace.
 
-    substitutes  places that may stand in: all of them, also those that nothing is computed before
+    substitutes  all cut points that may replace one, also those before which nothing is computed
     """
     if not flow.varies:
         return places

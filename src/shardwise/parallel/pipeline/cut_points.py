@@ -43,10 +43,10 @@ WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the ne
 def find_places(
     flow: Flow, *, own: bool = False, functions: bool = False
 ) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
-    """Returns (places to cut, in order; every other call, with a tensor that crosses it and that has no holder).
+    """Returns (cut points in order, other calls: each with the number of a crossing tensor that nobody holds there).
 
-    own        what a caller's code keeps to itself can be taken hold of too
-    functions  of calls of torch's functions by forwards' own code, not of submodules
+    own        what a caller's code keeps to itself counts as held too
+    functions  cut points are calls of torch's functions by forwards' own code, not of submodules
     """
     places, others = [], []
     callers = {(call.path, call.place): call for call in (flow.root, *flow.calls())}
@@ -80,6 +80,7 @@ def _lasting(flow: Flow, places: list[CutPoint], *, own: bool) -> list[CutPoint]
 
 
 def _same_crossing(flow: Flow, place: CutPoint, *, own: bool) -> bool:
+    """Whether the same tensors cross the place in every later forward, by their holders."""
     expected = {_holder(flow, place.call, number, [], own=own) for number in place.numbers}
     for later in flow.later:
         twin = twin_of(place.call, later)
@@ -143,8 +144,8 @@ def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
 def decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
     """Returns (time, innermost module call) of each read of a value in Python that depends on parameters.
 
-    Also when it fills `.grad` by a backward: a stage that has nothing to run it on would fail there. What depends on
-    chance alone every stage draws for itself.
+    And of each backward that the forward runs to fill `.grad`, which would fail on a stage without its inputs. Values
+    that depend on chance alone are left out: every stage draws them for itself.
     """
     times = [op.time for op in flow.ops if op.reads_value and any(flow.depends[n] for n in op.reads)]
     return [(time, flow.around(time)) for time in (*times, *flow.backwards)]
@@ -210,6 +211,7 @@ def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int
 def _best_of(
     flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int, trained: Used
 ) -> list[CutPoint]:  # fmt: skip
+    """Returns the best places of the first tier; of a later one where its slowest stage is much faster (WORTH)."""
     most, best = float("inf"), list[CutPoint]()
     apart = [[place for place in tier if not crossed_at(flow, place)] for tier in tiers] if flow.taken else []
     for tier in (*apart, *tiers):  # places over which no gradient goes back are preferred alike
@@ -247,7 +249,7 @@ def _in_the_way(flow: Flow, module: nn.Module, places: list[CutPoint], others: l
             ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
             "loss.backward(), and what they are taken of is computed, and differentiated, in one stage"
         )
-    why = ""
+    why = ""  # a later reason replaces an earlier one: it bars more places
     last = places[-1].call.enter if places else 0
     if missed := [(call, number) for call, number in others if call.enter > last] or others:
         call, number = missed[-1]
@@ -271,6 +273,7 @@ def _made_in(flow: Flow, number: int) -> str:
 def _named(
     flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]], named: Sequence[str]
 ) -> list[CutPoint]:
+    """Returns the place at each module that the user named. Raises `InputError`, or `RefusedPlan` with the reason."""
     paths = {path for path, _ in module.named_modules() if path}
     by_path: dict[str, CutPoint] = {}
     for place in places:
@@ -369,6 +372,7 @@ def _edges(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Edge]:
 
 
 def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder]:
+    """Returns a holder for each tensor that crosses a stage's boundary; `RefusedPlan` where one has none."""
     holders = []
     for number in boundary.numbers if boundary is not None else ():
         assert boundary is not None

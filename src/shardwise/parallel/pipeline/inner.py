@@ -31,14 +31,14 @@ def crossed(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> list[int]:
 
 
 def _leads(flow: Flow, x: int, numbers: Sequence[int]) -> bool:
-    """Returns whether another crossing tensor follows from x; x itself may cross, as a leaf of the next stage."""
+    """Returns whether another of the crossing tensors (`numbers`) is computed from x."""
     return any(number != x and number in flow.influenced_by(x) for number in numbers)
 
 
 def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
-    """Returns the tensor of a gradient over this place (with respect to it) that no earlier stage has; None for none.
+    """Returns the number of a tensor that a gradient over this place is taken by and no earlier stage has, or None.
 
-    For a gradient that cannot be taken in parts it is the first of `numbers`, the tensors that cross.
+    For a gradient that cannot be taken in parts, the first of `numbers` (the tensors that cross) is returned.
     """
     if any(start > call.enter for start in flow.backwards):
         return numbers[0]
@@ -74,9 +74,9 @@ def _hidden(call: ModuleCall, skips: Sequence[Skip]) -> bool:
 def found_by(
     flow: Flow, stop: int, entry: CutPoint | None, skips: Sequence[Skip], last: CutPoint | None
 ) -> dict[int, By]:  # fmt: skip
-    """Returns, by index of each gradient that a stage takes or that crosses its end `last`, where it has its inputs.
+    """Returns, by index in `flow.taken` of a gradient that a stage takes or that crosses its end, where its inputs are.
 
-    Of each input: the holder, True where it was sent by the stage before, None where the stage lacks it.
+    Each input: its holder, True where the stage before sent it, None where the stage lacks it. `last`: the stage's end.
     """
     here = [k for k, taken in enumerate(flow.taken) if taken.enter < stop]
     if last is not None:

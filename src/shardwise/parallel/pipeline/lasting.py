@@ -37,7 +37,7 @@ def twin_of(call: ModuleCall, flow: Flow) -> ModuleCall | None:
 
 @dataclass
 class _Cut:
-    """A cut in one of several forwards: its moment, and the calls inside which it lies."""
+    """A cut of one forward (`flow`), of several run in a row, at a moment (time of the flow)."""
 
     flow: Flow
     moment: int
@@ -89,7 +89,7 @@ def conflict(flow: Flow, place: ModuleCall) -> tuple[bool, str]:
 
 
 def _changed_behind(cut: _Cut) -> bool:
-    """Returns whether, after the cut, code around it changes an attribute, or a call one of a module outside itself."""
+    """Returns whether, after the cut, code around it changes an attribute, or a call one outside its own module."""
     for change in cut.flow.changes:
         path, call = change.place[0], change.call
         own = path == call.path or path.startswith(f"{call.path}.")
@@ -107,7 +107,7 @@ def _conflict(cuts: list[_Cut], runs_on: bool) -> str:
 
 
 def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
-    """Returns (for each forward, by tensor number: the sides with its right values; why no cut can be here, or "")."""
+    """Returns (sides[forward][tensor number], as bits, with its right values; why no cut can be here, or "")."""
     had: list[list[int]] = []
     for cut in cuts:
         sides, why = _sides(cut, runs_on, cuts, had)
@@ -143,9 +143,9 @@ def _of_buffers(flow: Flow, place: CutPoint) -> dict[int, int]:
 
 
 def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> tuple[list[int], str]:
-    """Returns (by tensor number: the sides with its right values in this forward; why no cut can be here, or "").
+    """Returns (sides[tensor number], as bits, with its right values; why no cut can be here, or "").
 
-    had  the same of the forwards before it
+    had  the sides of the forwards before this one
     """
     flow = cut.flow
     sides = [BOTH] * len(flow.made)
@@ -177,7 +177,7 @@ def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> 
 
 
 def _holders(cut: _Cut, param: int) -> int:
-    """Returns the sides whose stages hold a parameter: those that use it."""
+    """Returns the sides (bits BEFORE, AFTER) whose stages hold a parameter: those that use it."""
     used = {number for number, other in cut.flow.parameters.items() if other == param}
     sides = 0
     for op in cut.flow.ops:

@@ -52,8 +52,8 @@ class LeftOutResults:
 
     def __init__(self, compute: torch.dtype, axes: Sequence[Axis]) -> None:
         self.compute, self.axes = compute, axes
-        self._recipes: dict[tuple, tuple[list[_Leaf], TreeSpec]] = {}
-        self._blank: dict[tuple, torch.Tensor] = {}
+        self._recipes: dict[tuple, tuple[list[_Leaf], TreeSpec]] = {}  # (id of a skip, its arguments' shapes) -> result
+        self._blank: dict[tuple, torch.Tensor] = {}  # (shape, dtype, device) -> a tensor of NaN to share
 
     def clear(self) -> None:
         """Let go of the shared memory."""
@@ -116,6 +116,7 @@ class LeftOutResults:
         return recipe, skip.call.spec
 
     def _tensor(self, leaf: _Leaf, leaves: Sequence[Any]) -> torch.Tensor:
+        """Returns a tensor of NaN (0 in integers) as `leaf` describes it, on the arguments' device."""
         assert leaf.dtype is not None
         first = next((arg for arg in leaves if isinstance(arg, torch.Tensor)), None)
         device = first.device if first is not None else None
@@ -135,7 +136,7 @@ RAISED = (IndexError, RuntimeError)  # by kernels, `LinAlgError` among them
 
 
 class OnNothing(TorchFunctionMode):
-    """Mode in which functions that raise give results of the right shape, until `begun()` is true."""
+    """Mode in which functions of torch that fail on made-up inputs give NaN of the right shape, until `begun()`."""
 
     def __init__(self, begun: Callable[[], bool]):
         super().__init__()

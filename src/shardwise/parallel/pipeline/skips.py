@@ -50,7 +50,7 @@ def skips_between(start: float, stop: float, flow: Flow, other: Flow, samples: t
 
 
 def _twins(flow: Flow, other: Flow) -> dict[tuple[str, int], ModuleCall]:
-    """Returns the calls of another forward by (path, place), without modules that are called more often in one."""
+    """Returns (path, place) -> call of another forward, without modules whose number of calls differs (`repeats`)."""
     return {(call.path, call.place): call for call in other.calls() if call.path not in flow.repeats}
 
 
@@ -116,8 +116,8 @@ def _alike(call: ModuleCall, later: Flow) -> bool:
 def made_up_shapes(skip: Skip, argument_shapes: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
     """Returns the shape of each leaf of a result that is left out, for arguments of these shapes; None: not known.
 
-    It is that of an argument of the same shape. Else each of its dims is an argument's dim of the same place, or the
-    one that it grew with when samples were added (an LSTM's state has them second), or fixed.
+    A leaf takes the shape of the argument that had the same one. Else each dim takes the size of an argument's dim: of
+    the same place, or one that grew alike when samples were added (an LSTM's state has them second); or it is fixed.
     """
     arguments = [(a, b, now) for a, b, now in zip(skip.call.shapes, skip.other.shapes, argument_shapes, strict=True)
                  if a is not None and b is not None and now is not None]  # fmt: skip

@@ -78,7 +78,7 @@ class StagedModule:
 
     axes     that cut positions, outermost first
     results  how they cut the results of calls; those not named are whole
-    hooks    of the outermost module by its result; by default all that it has now
+    hooks    on the outermost module's result, for the last stage alone; by default all that it has now
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StagedModule:
         self.axes, self.results = axes, results or {}
         self._made_up = LeftOutResults(dtype, axes)
         self.stages = {stage.index: stage for stage in stages}
-        self._actions: dict[int, dict[tuple[int, int], Action]] = {}
+        self._actions: dict[int, dict[tuple[int, int], Action]] = {}  # by stage: `_actions_of`
         # stages before which some function fails on what is made up
         self._careful = {stage.index for stage in stages if stage.careful}
         self._stage: Stage | None = None
@@ -164,6 +164,7 @@ class StagedModule:
         return actions
 
     def _wrap(self, child: nn.Module) -> None:
+        """Replaces a submodule's forward by one that does the stage's action at each call, and notes tensors."""
         inner, hooked = child.forward, bool(child._backward_hooks)
         if hooked:  # torch puts these on arguments that need a gradient by now
             child.register_forward_pre_hook(self._before_hooks, with_kwargs=True)
@@ -178,7 +179,7 @@ class StagedModule:
             action = self._actions[self._stage.index].get((id(child), place))
             notes = self._notes[self._stage.index].get((id(child), place), ())
             for note in notes:
-                if note[2] and not hooked:
+                if note[2] and not hooked:  # of the arguments, else of the result
                     self._noted[note] = tree_flatten((args, kwargs))[0]
             with self._inside(None):  # what an action calls of torch is nobody's own code
                 made = action(args, kwargs) if action is not None else None
@@ -207,6 +208,7 @@ class StagedModule:
                 action(args, kwargs)
 
     def _wrap_root(self) -> None:
+        """Replaces the outermost forward by one that walks through it for the stage that runs now."""
         inner = self.module.forward
 
         def forward(*args, **kwargs):

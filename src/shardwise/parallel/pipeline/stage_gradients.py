@@ -64,7 +64,7 @@ class Walk:
 
     index    which of the forward's gradients; -1: of the loss
     create   it is differentiated itself (`create_graph`)
-    by       the tensors by which it is taken, None where this stage lacks one
+    by       the tensors that it is taken with respect to; None where this stage lacks one
     until    rounds that were there when it began
     final    of the loss: every tensor that it was taken through, with the gradient that it was given
     grads    of each tensor of `by`: the sum so far
@@ -88,10 +88,10 @@ class Walk:
 
 
 class Tape:
-    """The rounds of one stage in one micro-batch.
+    """What one stage exchanges with its neighbours in one micro-batch, for gradients that the forward takes itself.
 
-    over      which of the forward's gradients go back over its beginning
-    by        for each of them, where this stage has what it is taken by
+    over      indices of those that go back over the stage's beginning
+    by        index -> where this stage has the tensors that the gradient is taken with respect to
     """
 
     def __init__(self, talk: Talk, stage: int, batch: int, over: Collection[int], by: dict[int, By]):
@@ -150,7 +150,7 @@ class Tape:
     # --- one stage's part
 
     def _spread(self, walk: Walk, outputs: Some, gradients: Some) -> None:
-        """Differentiate what this stage computed of `outputs`, down to what arrived and to what is asked for."""
+        """Differentiates `outputs` within this stage; adds to `walk.pending` (received leaves) and `walk.grads`."""
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True)
                  if o is not None and g is not None and o.requires_grad]  # fmt: skip
         if walk.final is not None:
@@ -193,12 +193,12 @@ class Tape:
             self._spread(walk, turn.gave, answer)
 
     def _collect(self, walk: Walk) -> None:
-        """Add the gradients that the stages before have of the tensors by which the walk's is taken."""
+        """Adds to `walk.grads` the summands that the stages before have."""
         _, answer = self._ask(walk, "collect", [])
         walk.grads = [_sum(here, there) for here, there in zip(walk.grads, answer, strict=True)]
 
     def _ask(self, walk: Walk, kind: str, gradients: Some, target: int = 0) -> tuple[dict, list]:
-        """Send a question to the stage before. Returns (words, tensors) of its answer. Waits."""
+        """Asks the stage before; returns its answer ({"more": it has to be asked again}, gradients). Waits."""
         gave = [None if gradient is None else settled(gradient) for gradient in gradients]
         words = {"kind": kind, "batch": self.batch, "target": target, "index": walk.index, "create": walk.create,
                  "final": walk.final is not None, "first": not walk.asked}  # fmt: skip
@@ -213,7 +213,7 @@ class Tape:
     # --- what the stage after asks
 
     def answer(self, words: dict[str, Any], tensors: Some) -> None:
-        """Do what the stage after asks by these words, and send it the gradients."""
+        """Does what the stage after asks (`words` and `tensors` as `_ask` sends them), and sends it the gradients."""
         if words["first"]:
             final: list | None = [] if words["final"] else None
             by = [] if words["final"] else self.have.get(words["index"], [])
@@ -282,8 +282,8 @@ class Serving:
     def __init__(self, cut: StagePlacement, axis: Axis, device: torch.device):
         self.stages = cut.stages
         self.talk = Talk(axis, cut.schedule.owner, device)
-        self._tapes: dict[tuple[int, int], Tape] = {}
-        self._over: set[tuple[int, int]] = set()
+        self._tapes: dict[tuple[int, int], Tape] = {}  # by (stage, micro-batch), as below
+        self._over: set[tuple[int, int]] = set()  # of which the stage after asks nothing more
 
     def tape(self, stage: int, batch: int) -> Tape:
         """Returns a new tape for a stage's forward of a micro-batch."""

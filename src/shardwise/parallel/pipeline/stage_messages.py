@@ -54,7 +54,7 @@ FIRST = 1 + TOLD_AT_ONCE * WIDTH
 
 
 @dataclass(frozen=True)
-class MessageSpec:
+class TensorSpec:
     """Shape, dtype and cuts of one tensor of a message, and whether its gradient is sent back."""
 
     shape: tuple[int, ...]  # of what is sent: this rank's share
@@ -91,15 +91,15 @@ class Mail:
         self.ahead = axis.group is not None and not self.in_rounds
         self._rounds: deque[list[Key]] = deque()  # not begun yet
         self._due: set[Key] = set()  # their messages
-        self._outbox: dict[Key, tuple[list[RankMessage], list[MessageSpec] | None]] = {}  # made, in a round to come
+        self._outbox: dict[Key, tuple[list[RankMessage], list[TensorSpec] | None]] = {}  # made, in a round to come
         self._key_of: Callable[[int], Hashable] = lambda batch: None
-        self._specs: dict[tuple[int, Hashable], list[MessageSpec]] = {}  # by (boundary, key)
+        self._specs: dict[tuple[int, Hashable], list[TensorSpec]] = {}  # by (boundary, key)
         self._under_way: list[tuple[Pending, torch.Tensor]] = []  # sent; the tensor must live until it has left
         # by (tag, goal stage, micro-batch): from one stage of this rank to another one
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
 
     def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
-        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives one's key."""
+        """Note which messages a schedule brings; `first` numbers its micro-batch 0, `key_of` gives shapes' key."""
         self._key_of = key_of
         self._coming = {
             (FORWARD if kind == "F" else BACKWARD, rank): deque((a, b, first + batch) for a, b, batch in messages)
@@ -121,7 +121,7 @@ class Mail:
 
         key  of the batch's shape: tensors of one key are alike, and described once
         """
-        specs = [MessageSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
+        specs = [TensorSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
         before = self._specs.setdefault((stage, key), specs)
         if before != specs:
             raise RefusedPlan(
@@ -142,10 +142,10 @@ class Mail:
         ]
 
     def send_backward(self, stage: int, batch: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Send gradients (`.grad`) of what stage `stage` was sent, where they are needed, to the stage before.
+        """Send the gradients (`.grad`) of the tensors that stage `stage` received, where needed, to the stage before.
 
-        Which of several backward came to goes with them: what it did not reach has no gradient in one process, and an
-        optimizer leaves it alone, which it would not do for zeros.
+        Of several, a byte each says whether backward reached it: what it did not reach has no gradient in one process,
+        and an optimizer leaves that alone, which it would not do for zeros.
         """
         # cut as the hidden states are, since that is what the stage before was told to expect
         gradients = [
@@ -190,7 +190,7 @@ class Mail:
 
     def _send(
         self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor],
-        specs: list[MessageSpec] | None = None,
+        specs: list[TensorSpec] | None = None,
     ) -> None:  # fmt: skip
         """Sends the tensors of one message; `specs`: theirs, where the receiver does not know them yet."""
         if len(tensors) >= TELLING:
@@ -213,7 +213,7 @@ class Mail:
             self._exchange(going, [])
 
     def _exchange(self, going: list[RankMessage], coming: list[RankMessage]) -> list[Pending]:
-        """Begin messages together; returns what to wait for, of each that comes."""
+        """Begin messages together; returns a `Pending` for each that comes, in order."""
         sent, received = exchange(going, coming, self.axis)
         self._under_way += [(pending, message.tensor) for pending, message in zip(sent, going, strict=True)]
         return received
@@ -284,16 +284,16 @@ class Mail:
         ]
 
     def _like(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
-        """Returns new tensors of a message's shapes and dtypes; waits for the sender to tell these, if not known."""
+        """Returns empty tensors of a message's shapes and dtypes; receives these first where they are not known yet."""
         boundary = min(source, goal)
         if (boundary, key) not in self._specs:
             self._specs[boundary, key] = self._hear(boundary, batch)
         specs = [spec for spec in self._specs[boundary, key] if tag == FORWARD or spec.needs_gradient]
         if tag == BACKWARD and len(specs) > 1:  # a byte for each: whether backward reached it (`send_backward`)
-            specs.append(MessageSpec((len(specs),), torch.uint8, False))
+            specs.append(TensorSpec((len(specs),), torch.uint8, False))
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
 
-    def _tell(self, stage: int, batch: int, specs: list[MessageSpec] | None) -> None:
+    def _tell(self, stage: int, batch: int, specs: list[TensorSpec] | None) -> None:
         """Send what the tensors of a boundary are like, as integers: their count, then WIDTH numbers for each.
 
         Then who owns which index of the cut dims: as many numbers as there are runs, where there are any.
@@ -328,8 +328,8 @@ class Mail:
     def _place(self, name: str) -> int:
         return next(place for place, axis in enumerate(self.inner) if axis.name == name)
 
-    def _hear(self, boundary: int, batch: int) -> list[MessageSpec]:
-        """Receive what `_tell` sent. Waits."""
+    def _hear(self, boundary: int, batch: int) -> list[TensorSpec]:
+        """Returns the specs that `_tell` sent. Waits."""
         numbers = self._heard(FIRST, boundary, batch)
         if (more := numbers[0] - TOLD_AT_ONCE) > 0:
             numbers += self._heard(more * WIDTH, boundary, batch)
@@ -338,7 +338,7 @@ class Mail:
         total = 2 * sum(count for of_tensor in cuts for _, _, count in of_tensor)  # of each run: its stop, its owner
         runs = iter(self._heard(total, boundary, batch) if total else [])
         return [
-            MessageSpec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
+            TensorSpec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
                  tuple(self._read_cut(cut, runs) for cut in of_tensor))
             for row, of_tensor in zip(rows, cuts, strict=True)
         ]  # fmt: skip
@@ -367,7 +367,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _listed(specs: Sequence[MessageSpec]) -> str:
+def _listed(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.dtype} {list(spec.shape)}" for spec in specs)
 
 
@@ -383,7 +383,7 @@ BY_NAME = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.b
 
 
 class Talk:
-    """Words (integers) between this rank's stages and their neighbours. `owner` gives each stage's rank on the axis."""
+    """Sends dicts (as JSON) and tensors between stages that are neighbours. `owner`: each stage's rank on the axis."""
 
     def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
         self.owner, self.device = owner, device
@@ -392,7 +392,7 @@ class Talk:
         self._under_way: list[tuple[Pending, torch.Tensor]] = []
 
     def say(self, source: int, goal: int, words: dict[str, Any], tensors: Sequence[torch.Tensor | None] = ()) -> None:
-        """Send from stage `source` to stage `goal`; waits for nobody."""
+        """Send `words` (as JSON) and tensors from stage `source` to stage `goal`; waits for nobody."""
         self._under_way = [(pending, kept) for pending, kept in self._under_way if not pending.over]
         plain = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
         specs = [None if tensor is None else [str(tensor.dtype), list(tensor.shape)] for tensor in plain]
@@ -404,7 +404,7 @@ class Talk:
                 self._send(torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor, source, goal)
 
     def hear(self, source: int, goal: int) -> tuple[dict[str, Any], list[torch.Tensor | None]]:
-        """Receive at stage `goal` what stage `source` said next. Waits."""
+        """Returns the (words, tensors) that stage `source` said next to stage `goal`. Waits."""
         (length,) = read(self._receive(torch.zeros(1, dtype=torch.int64), source, goal), "length of a message")
         text = self._receive(torch.zeros(length, dtype=torch.uint8), source, goal)
         words, specs = json.loads(bytes(read(text, "words of a message")))

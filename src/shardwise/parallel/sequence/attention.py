@@ -80,7 +80,7 @@ _SEEN: list[list[AttentionCall]] = []
 
 @contextmanager
 def watching() -> Iterator[list[AttentionCall]]:
-    """Context: yields a list to which every attention of cut positions inside is added."""
+    """Context: yields a list to which an `AttentionCall` is added for every attention of cut positions inside."""
     _SEEN.append([])
     try:
         yield _SEEN[-1]
@@ -89,7 +89,7 @@ def watching() -> Iterator[list[AttentionCall]]:
 
 
 def explained(seen: Sequence[AttentionCall]) -> list[str]:
-    """Returns a line of text for each route that attention took: elements received there, and by the other route."""
+    """Returns a line of text for each route of attention: calls, elements received, and those by the other route."""
     counts = Counter((s.axis.name, s.axis.size, s.heads, s.elements) for s in seen)
     said = []
     for (name, size, heads, (here, there)), count in counts.items():
@@ -199,7 +199,7 @@ def _by_heads(
 ) -> torch.Tensor:  # fmt: skip
     """Returns attention with positions whole and heads dealt over `axis` (Ulysses), cut again as the queries are.
 
-    Axes further out that cut positions too are gone on with in the same way, or around a ring.
+    Where axes further out cut positions too, attention over them follows in the same way, or around a ring.
     """
     part = _cut_over(query, axis)
     assert part is not None
@@ -293,7 +293,7 @@ def _moved_to_heads(tensor: torch.Tensor, owners: Owners, axis: Axis) -> torch.T
 
 
 def _levels(tensor: torch.Tensor) -> list[Part]:
-    """Returns the `Part`s of a tensor, one inside the other, the outermost axis first; sums between them are taken."""
+    """Returns the `Part`s of a tensor, one inside the other, the outermost axis first; sums between are reduced."""
     parts = []
     while isinstance(tensor, Distributed):
         tensor = tensor.settled()

@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def _masks(masks: Any, made: Any) -> Any:
-    """Returns `sdpa_mask` that gives a function of indices in the place of a tensor; `made` is transformers' own."""
+    """Returns a `sdpa_mask` that gives a `PairMask` in place of a tensor; `made`: transformers' own function."""
 
     def mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
@@ -101,7 +101,7 @@ def _reads_tensors(function: Any) -> bool:
 
 
 def _attention(own: Any) -> Any:
-    """Returns `sdpa_attention_forward` that leaves keys and values of cut positions as few as they are."""
+    """Returns `sdpa_attention_forward` that does not repeat keys and values of cut positions; `own`: transformers'."""
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,

@@ -43,7 +43,7 @@ class CutBlocks:
     least: int = 1
 
     def install(self, module: nn.Module) -> Callable[[], None]:
-        """Let the module's blocks run on shares from now on. Returns what undoes it."""
+        """Makes the module's blocks run on shares from now on; returns the undo function."""
         entry = module.get_submodule(self.first).register_forward_pre_hook(self._enter, with_kwargs=True)
         end = module.get_submodule(self.last).register_forward_hook(self._leave)
 
@@ -54,7 +54,7 @@ class CutBlocks:
         return undo
 
     def over(self, swap: Callable[[Axis], Axis]) -> CutBlocks:
-        """Returns a copy that cuts over `swap` of its axes."""
+        """Returns a copy that cuts over `swap(axis)` in place of each axis."""
         return replace(self, axes=tuple(map(swap, self.axes)))
 
     def summary(self, stopped: str = "") -> str:

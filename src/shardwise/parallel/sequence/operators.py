@@ -28,20 +28,20 @@ _LIBRARY.define("ring_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Te
 
 @dataclass(frozen=True)
 class _Named:
-    """An object that a program names by number: a ring, and its mask without tensors where that is a function."""
+    """What a compiled program names by number: one ring, and its mask without tensors where that is a function."""
 
     ring: Rounds
     mask: Bare | None
 
 
 def _taken(ring: Rounds, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], int]:
-    """Returns (the mask's tensors, the number by which a program names the ring and the rest of the mask)."""
+    """Returns (the mask's tensors, the number that stands for the `_Named` of the ring in the compiled program)."""
     bare, tensors = Bare.of(mask) if isinstance(mask, PairMask) else (None, [] if mask is None else [mask])
     return tensors, number_of(_Named(ring, bare))
 
 
 def _named_ring(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, torch.Tensor | None]:
-    """Returns (the ring, its mask) that a program names by number and gives the mask's tensors for."""
+    """Returns (ring, mask or None) for the number in a compiled program and the mask's tensors of this step."""
     named: _Named = by_number(number)
     mask = named.mask.filled(tensors) if named.mask is not None else tensors[0] if tensors else None
     ring, call = named.ring, named.ring.call

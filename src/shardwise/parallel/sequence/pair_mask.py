@@ -113,7 +113,7 @@ def look_at(block: torch.Tensor, alike: bool, full: bool = True) -> torch.Tensor
 
 
 def kinds_by_pair(pairs: Sequence[tuple[Range, Range]], table: Any) -> dict[tuple[Range, Range], str]:
-    """Returns "empty", "full", "diagonal" or "masked" of each pair, from what `look_at` gave of each."""
+    """Returns pair -> "empty", "full", "diagonal" or "masked"; `table`: the row that `look_at` gave of each pair."""
     names = ["empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
              for some, every, diagonal in table]  # fmt: skip
     return dict(zip(pairs, names, strict=True))

@@ -26,7 +26,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def blocks_passing(call: Call, mine: Tensors) -> Iterator[tuple[int, Tensors]]:
-    """Yields (rank, its tensors) of this rank, then of those whose keys it reads; the next come while some are used."""
+    """Yields (rank, its keys and values): this rank's own, then those that it reads; one block is sent ahead."""
     if call.keys is None:  # whole on every rank: nothing passes
         yield call.axis.index, mine
         return
@@ -97,7 +97,7 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
 
 
 def _round_of(call: Call, source: int, reader: int) -> int:
-    """Returns the round in which a block, or its sum, is sent to a reader: the one before its step with it."""
+    """Returns the round in which a block, or its sum, is sent to `reader`: the one before it computes with that."""
     return (reader - source) % call.axis.size - 1
 
 

@@ -27,7 +27,7 @@ def candidates(
     batch: Any, samples: int, axes: tuple[Axis, ...], names: tuple[str, ...], least: int,
     named: Mapping[str, int] | None = None,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Yields a proposal of what to cut for each size that dims behind the samples have; integer tensors' sizes first.
+    """Yields a `Candidate` for each size that dims behind the samples have; integer tensors' sizes first.
 
     named  by name of a tensor, its dim of positions: those alone; none where it is empty
     """
@@ -39,7 +39,7 @@ def candidates(
 
 
 def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> tuple[Dims, str]:
-    """Returns (of each leaf, the dims that a task names, a phrase for the user); `InputError` for what is not there."""
+    """Returns (each leaf's dims that the task names, a phrase for the user); `InputError` for what is not there."""
     leaves, _ = tree_flatten(batch)
     if unknown := [name for name in named if name not in names]:
         raise InputError(f"Task.sequence: a batch has no tensor {unknown[0]!r} (it has {', '.join(names)})")
@@ -56,7 +56,7 @@ def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> t
 
 
 def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
-    """Yields (of each leaf, its dims of one size, a phrase for the user) for each size that a batch has."""
+    """Yields (each leaf's dims of one size, a phrase for the user) for each size that a batch has."""
     leaves, of_size = tree_flatten(batch)[0], _by_size(batch, samples)
     for size, dims in of_size.items():
         if any(len(along) == 1 for along in dims):  # else nothing is cut: tensors with it several times stay whole
@@ -69,7 +69,7 @@ def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
 
 
 def of_several(batch: Any, samples: int, names: tuple[str, ...]) -> dict[str, int]:
-    """Returns, by tensor, the first of several dims of one size, which nobody proposes to cut; {} without such."""
+    """Returns tensor's name -> the first of its dims, several of one size, that nobody proposes to cut; {} if none."""
     for dims in _by_size(batch, samples).values():
         if not any(len(along) == 1 for along in dims):
             return {name: along[0] for name, along in zip(names, dims, strict=True) if along}
@@ -77,7 +77,7 @@ def of_several(batch: Any, samples: int, names: tuple[str, ...]) -> dict[str, in
 
 
 def _by_size(batch: Any, samples: int) -> dict[int, Dims]:
-    """Returns, by each size behind the samples, the dims of it that each leaf has; integer tensors' sizes first."""
+    """Returns size -> each leaf's dims of that size, for sizes behind the samples; those of integer tensors first."""
     leaves, _ = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
     integers = [n for t in tensors if not t.is_floating_point() for n in t.shape[1:]]

@@ -83,9 +83,9 @@ def _tiles(start: int, stop: int, tile: int) -> Iterator[Range]:
 
 
 def pairs(call: Call, source: int, rank: int | None = None) -> Iterator[tuple[At, At, Range, Range, str]]:
-    """Yields (queries, keys, their places here and in the block, kind) of runs of a rank and of `source` that meet.
+    """Yields (queries, keys, range among the rank's queries, range in the block, kind) of runs that meet.
 
-    kind  "full" | "diagonal" (causal, of one run) | "causal" (across the diagonal) | "masked"
+    kind  "full", "diagonal" (causal, of one run), "causal" (across the diagonal), "masked" or "masked causal"
     """
     rank = call.axis.index if rank is None else rank
     queries = _ranges(call.queries, rank, call.queries.size, call.tile)
@@ -276,7 +276,7 @@ class Layers:
 
 
 def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
-    """Split a tensor into its cut over `axis`, which must be the outermost, one further in, and this rank's payload."""
+    """Returns a tensor's `Layers`: its cut over `axis`, which must be outermost, one further in, and the payload."""
     part = inner = None
     tensor = tensor.detach()  # the ring is an autograd function of its own, and records nothing inside
     if isinstance(tensor, Distributed):

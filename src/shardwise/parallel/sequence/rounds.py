@@ -17,14 +17,14 @@ from shardwise.parallel.sequence.ring_plan import HEADS, Call, add_to_mask, bias
 
 @dataclass(frozen=True)
 class Rounds:
-    """One attention around a ring, as it is known beside its tensors."""
+    """One attention around a ring without its tensors. `reads`: as from `ring_plan.key_heads_read`."""
 
     call: Call
     reads: torch.Tensor | None  # the key head of each query, where it is not a fixed number of queries for each key
 
 
 def _expanded(tensor: torch.Tensor, queries: int, reads: torch.Tensor | None) -> torch.Tensor:
-    """Returns keys or values with a head for each query head."""
+    """Returns keys or values with a head for each of `queries` query heads; `reads`: (H,) which each reads."""
     if reads is not None:
         return tensor.index_select(HEADS, to_device(reads, tensor.device))
     queries_per_key = queries // tensor.shape[HEADS]

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm import Ledger
 from shardwise.errors import InputError, did_you_mean
 from shardwise.part import Owners
-from shardwise.part.labels import Found, Use
+from shardwise.part.labels import Use, WeightLabels
 from shardwise.part.pairs import pairs_in
 from shardwise.part.parameters import FLAT, KEPT
 
@@ -37,7 +37,7 @@ SHARE = 0.01  # of the model's elements, below which a lone table or head is not
 
 @dataclass
 class WeightCut:
-    """One parameter's cut."""
+    """How one parameter is cut: along which dim, who owns its indices, and what it does in products (`role`)."""
 
     name: str
     dim: int
@@ -103,8 +103,8 @@ class LinkedDims:
         return np.concatenate([ordered, np.setdiff1d(self.classes, ordered)])
 
 
-def families(labels: Found) -> list[LinkedDims]:
-    """Returns families of linked weight dims, in the order of the parameters, without those with a whole index."""
+def families(labels: WeightLabels) -> list[LinkedDims]:
+    """Returns families of weight dims that share classes, in the parameters' order, but for those with class 0."""
     nodes = list(labels.classes)
     root = list(range(len(nodes)))
 
@@ -139,7 +139,7 @@ def families(labels: Found) -> list[LinkedDims]:
 
 
 def derive(
-    labels: Found, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
+    labels: WeightLabels, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
     """Choose the families to cut over `ranks`; those with a `blocked` parameter stay whole, for its reason.
@@ -177,7 +177,7 @@ def derive(
 
 
 def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray:
-    """Returns a rank for each class of `order`: classes that occur in the same weights are dealt in blocks.
+    """Returns (classes,) the rank of each class in `order`: classes found in the same weights are dealt in blocks.
 
     So two tensors that are put side by side (a skip and what it is joined with) are each spread over all ranks.
     """
@@ -237,7 +237,7 @@ def _unfit(
     return ""
 
 
-def starved(labels: Found, ranks: int) -> list[str]:
+def starved(labels: WeightLabels, ranks: int) -> list[str]:
     """Returns weights with fewer heads than ranks (K and V of grouped queries): with them whole, the rest can be cut.
 
     Of each family that gives and takes but has too few classes, the output weights smaller than the largest.

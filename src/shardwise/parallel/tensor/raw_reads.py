@@ -51,6 +51,7 @@ class RawReads(TorchFunctionMode):
         self.summed = summed
         self.whole = {id(tensor): name for name, tensor in named.items() if summed and tensor.requires_grad}
         shares = [(tensor, cuts[name]) for name, tensor in named.items() if name in cuts]
+        # by id of a tensor: shares of parameters, and what was computed of them
         self.shares: dict[int, _How] = {id(tensor): (cut.name, cut.dim, cut.owners) for tensor, cut in shares}
         self.alive: list[torch.Tensor] = [tensor for tensor, _ in shares]  # else another tensor could have its id
 

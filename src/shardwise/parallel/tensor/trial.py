@@ -18,7 +18,7 @@ from shardwise.parallel.tensor.cut_weights import TensorParallel
 from shardwise.parallel.tensor.derive import Derived, derive, kept_shares, matching, starved
 from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
-from shardwise.part.labels import Axes, Found
+from shardwise.part.labels import Axes, WeightLabels
 from shardwise.part.parameters import KEPT, ONCE, PastAttributes, see_parts
 from shardwise.python_seeds import python_restored, seed_python
 from shardwise.trace.deferred import Built
@@ -33,11 +33,11 @@ Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine 
 WAYS = 4  # forwards that are followed where a forward may take different ways
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
-Followed = dict[frozenset[str], Found]  # parameters that stay whole -> the labels of a forward
+Followed = dict[frozenset[str], WeightLabels]  # parameters that stay whole -> the labels of a forward
 
 
 def _drawn() -> tuple:
-    """Returns the states of Python's and numpy's generators, to be compared."""
+    """Returns a tuple of the states of Python's and numpy's generators, to be compared."""
     state = np.random.get_state()
     return random.getstate(), np.asarray(state[1]).tobytes(), state[2]  # type: ignore[index]
 
@@ -67,7 +67,7 @@ class TrialModule:
 
     @contextmanager
     def playing(self, make: Make) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
-        """Context: the module has other tensors and is in training mode; yields its parameters and the batch."""
+        """Context: the module has tensors made by `make`, in training mode; yields (parameters by name, batch)."""
         module = self.built.module
         state = ModuleState(module)
         training = {child: child.training for child in module.modules()}
@@ -84,7 +84,7 @@ class TrialModule:
                 child.training = was_training
             state.restore()
 
-    def follow(self, whole: set[str]) -> Found:
+    def follow(self, whole: set[str]) -> WeightLabels:
         """Run one forward and loss. Returns the labels of its weights, from which cuts are derived."""
         if self.fake is not None:
             try:
@@ -94,7 +94,7 @@ class TrialModule:
                 self.go_on_real(error)
         return self._follow(whole)
 
-    def _follow(self, whole: set[str], *, gradients: bool = False) -> Found:
+    def _follow(self, whole: set[str], *, gradients: bool = False) -> WeightLabels:
         try:
             return self._followed(whole, gradients)
         except RuntimeError as error:
@@ -102,7 +102,7 @@ class TrialModule:
                 raise
         return self._follow(whole, gradients=True)  # the forward takes gradients itself
 
-    def _followed(self, whole: set[str], gradients: bool) -> Found:
+    def _followed(self, whole: set[str], gradients: bool) -> WeightLabels:
         with self.playing(self.make) as (named, batch):
             axes = Axes(named, whole)
             for _ in self.ways():
@@ -111,7 +111,7 @@ class TrialModule:
             return axes.result()
 
     def ways(self) -> Iterator[None]:
-        """Yields once; several times, with other draws, where chance or values may choose a forward's branch."""
+        """Yields once for each forward to try: several, by other seeds, where draws or values may choose a branch."""
         for way in range(WAYS):
             torch.default_generator.manual_seed(way)
             seed_python(way)
@@ -124,7 +124,7 @@ class TrialModule:
     def rehearse(
         self, derived: Derived, ranks: int, sequence: bool, summed: tuple[Axis, ...] = ()
     ) -> Uncut | None:  # fmt: skip
-        """Run a forward and backward with shares, nothing sent. Returns the first operation without a rule, or None.
+        """Runs a forward and backward on shares; nothing is sent. Returns the `Uncut` of a missing rule, or None.
 
         summed  axes, rehearsed too, over which the run itself cuts activations
         """
@@ -144,6 +144,8 @@ class TrialModule:
         self.past = True
 
     def _rehearse(self, tensor: TensorParallel, summed: tuple[Axis, ...]) -> Uncut | None:
+        """Returns the `Uncut` that a forward and backward on shares raises, or None; `RefusedPlan` for other errors."""
+
         def share(name: str, whole: torch.Tensor) -> torch.Tensor:
             return tensor.share(name, self.make(name, whole)).contiguous()
 
@@ -175,6 +177,7 @@ def _said(axes: tuple[Axis, ...]) -> str:
 
 
 def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exception) -> str:
+    """Returns the message for a module that runs whole and fails on shares."""
     said = first_line(error) if isinstance(error, RefusedPlan) else f"{type(error).__name__}: {first_line(error)}"
     if summed:
         return f"{_said(summed)}: the module runs whole, but not once its positions are cut: {said}"
@@ -221,7 +224,7 @@ def find_cuts(
 
 
 def _kept(
-    stage: TrialModule, ranks: int, sequence: bool, derived: Derived, labels: Found, asked: set[str]
+    stage: TrialModule, ranks: int, sequence: bool, derived: Derived, labels: WeightLabels, asked: set[str]
 ) -> Derived | None:
     """Returns cuts that only store weights in shares, where no product can be shared; None where that fails too."""
     whole = dict.fromkeys(derived.cuts, "its products are not cut") | derived.whole
@@ -250,7 +253,7 @@ def _raised(refusal: RefusedPlan) -> NoReturn:
     raise refusal
 
 
-def _followed(stage: TrialModule, whole: set[str], followed: Followed) -> Found:
+def _followed(stage: TrialModule, whole: set[str], followed: Followed) -> WeightLabels:
     """Returns the labels of a forward in which the parameters `whole` stay whole, remembered in `followed`."""
     key = frozenset(whole)
     if key not in followed:
@@ -259,7 +262,7 @@ def _followed(stage: TrialModule, whole: set[str], followed: Followed) -> Found:
 
 
 def _rehearsed(
-    stage: TrialModule, derived: Derived, labels: Found, elements: dict[str, int], ranks: int, sequence: bool,
+    stage: TrialModule, derived: Derived, labels: WeightLabels, elements: dict[str, int], ranks: int, sequence: bool,
     dealt: frozenset[str],
 ) -> Derived:  # fmt: skip
     """Returns `derived` without the families that a rehearsal stops at. Raises `Uncut` where it names none of them."""

@@ -26,6 +26,16 @@ from shardwise.part.sums import plain
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.part.tiles.windows import answers, cuts, opened, placed, used
 
+# names that a trace for the compiler meets; of the second, an overload has no running statistics
+_TRACED = ("_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
+
+
+def _as_in_a_run(args: tuple, name: str) -> tuple:
+    """Returns the arguments of a traced batch norm as `native_batch_norm` takes them."""
+    if name == _TRACED[0]:
+        return (*args[:5], False, *args[5:])
+    return (*args[:3], None, None, *args[3:]) if len(args) == 6 else args
+
 
 def _of_channels(x: Any, t: torch.Tensor | None) -> torch.Tensor | None:
     """Returns this rank's channels of a weight or a statistic (C,), or None where the norm has none."""
@@ -41,9 +51,11 @@ def _lead(func: Any, x: Any, args: tuple) -> Part:
     raise Uncut(f"a batch norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
 
 
-@rule("native_batch_norm")
+@rule("native_batch_norm", *_TRACED)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
+    if func._opname in _TRACED:
+        func, args = torch.ops.aten.native_batch_norm.default, _as_in_a_run(args, func._opname)
     x, weight, bias, mean, var, training, momentum, eps = args
     x = _lead(func, as_weights(x, weight, bias), args)
     own = [_of_channels(x, tensor) for tensor in (weight, bias)]
@@ -61,7 +73,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule("native_batch_norm_backward")
 def batch_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns gradients of a batch norm's input, weight and bias, cut along channels."""
+    """Returns a batch norm's (dx, dweight, dbias), cut along channels; None for each that is not asked for."""
     dy, x, weight, mean, var, save_mean, save_inverse, training, eps, mask = args
     x = _lead(func, as_weights(x, weight), args)
     statistics = [_of_channels(x, tensor) for tensor in (weight, mean, var)]
@@ -135,7 +147,7 @@ def _keep(
 
 @label("native_batch_norm")
 def batch_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a batch norm: each channel has statistics of its own, over samples and positions."""
+    """Labels the output by x's channels, each with its weight and bias; False where x has other labels, or none."""
     labels = axes.labels(args[0])
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False

@@ -59,7 +59,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
-    """Returns x of a depthwise convolution; a whole x (as a pipeline stage receives) is cut as the weight is."""
+    """Returns a depthwise convolution's x cut along channels as the weight; a whole x (of a pipeline's message) too."""
     if g == 1 or is_part(x) or not is_part(w) or w.dim_cut != 0 or x.shape[1] != g:
         return x
     groups = w.owners.sliced(0, w.shape[0], w.shape[0] // g)
@@ -67,7 +67,7 @@ def _by_groups(x: torch.Tensor, w: torch.Tensor, g: int) -> torch.Tensor:
 
 
 def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: tuple) -> torch.Tensor:
-    """Returns the convolution of shares of input channels; zeros of its shape on a rank that has none."""
+    """Returns the convolution of this rank's input channels; zeros of the result's shape on a rank without channels."""
     if x.shape[1]:
         return func(x, w, None, *rest, 1)
     empty = (torch.empty(each.shape, device="meta") for each in whole)
@@ -76,7 +76,7 @@ def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: 
 
 @rule("convolution_backward")
 def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns the gradients of input, weight and bias of a convolution with the cuts of `convolution`."""
+    """Returns a convolution's (dx, dweight, dbias), cut as in `convolution`; None for each that is not asked for."""
     dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, g, mask = args
     rest = (stride, padding, dilation, transposed, output_padding)
     outer, inner = _channels(func, args, transposed, g)
@@ -218,10 +218,11 @@ for _dims, _plain, _back in (
 
 @label("convolution")
 def convolution_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a convolution: input channels are summed over as in a product; depthwise, each lies with its output."""
+    """Labels the output by w's output channels, x's with w's input channels; False where x or w has other labels."""
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)
+    # w is no weight, or a view in which its channels are no dims; transposed groups have no rule
     if param is None or param[1][0] is None or (param[1][1] is None and groups == 1) or (transposed and groups > 1):
         return False
     if labels is not None and any(n > 1 for d, n in enumerate(labels.shape) if d != 1):

@@ -54,5 +54,5 @@ for _function in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array_
 
 @rule("_local_scalar_dense", "equal", "is_nonzero")
 def value(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns what Python reads of a tensor (`item()`, a truth value), from the whole tensor. Collective."""
+    """Returns the Python value (`item()`, a truth value) of the gathered tensor. Collective."""
     return func(*replaced(Part, gather, args), **kwargs)

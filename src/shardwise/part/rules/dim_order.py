@@ -53,9 +53,9 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule(*RESHAPES)
 def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns x, which `transpose_(x, a, b)` or the like has made, as an object, the part that `transpose` gives.
+    """Returns x, the same object, turned into the part that `transpose` or the like gives (`transpose_(x, a, b)`).
 
-    torch's recurrent layers of batch first end so.
+    torch's recurrent layers with `batch_first` end so.
     """
     part = args[0]
     made = getattr(part, facts(func).name[:-1])(*args[1:], **kwargs)
@@ -86,7 +86,7 @@ def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             # the cut dim is gone already, and those behind it have moved up
             one = one if d == part.dim_cut else one.squeeze(d - (d > part.dim_cut))
         return one
-    if part.dim_cut in gone:
+    if part.dim_cut in gone:  # of weights: the index would have to go to every rank
         raise Uncut(no_rule(func, [part]))
     local = part.local
     for d in gone:
@@ -121,7 +121,7 @@ label("transpose", "t", "numpy_T", "permute")(rearranged)
 
 @label("expand", "expand_copy")
 def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `x.expand(sizes)`: repeated elements have the label of the element that they repeat."""
+    """Labels `x.expand(sizes)`, repeated elements by the label of the one that they repeat. Always True."""
     x = args[0]
     if param_of(x) is not None and x.dim() > 1:
         name, dims_of_param = param_of(x)  # type: ignore[misc]
@@ -136,7 +136,7 @@ def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any)
 
 @label("repeat")
 def repeat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `x.repeat(times)`: labels are repeated as the elements are."""
+    """Labels `x.repeat(times)`: labels are repeated as the elements are. Always True."""
     x, times = args[0], list(args[1])
     labels = axes.labels(x)
     if labels is not None:

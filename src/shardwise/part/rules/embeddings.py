@@ -102,7 +102,7 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
 
 @label("embedding")
 def embedding_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a look-up in a table: rows may lie on different ranks; columns' labels go to the result's last dim."""
+    """Labels looked-up rows by the table's columns; False where the table is no weight, or the index has labels."""
     param = _weight(args[0])
     # an index with labels may be cut as well: a rank would look up its part of the rows alone
     if param is None or getattr(args[1], "_axis_labels", None) is not None:

@@ -116,7 +116,7 @@ def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule(*(f"{name}_backward" for name in _FORWARD))
 def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns gradients of queries, keys and values, cut along heads."""
+    """Returns (dq, dk, dv, ...), cut as q, k and v are; of whole keys and values they are sums over ranks."""
     heads = _Heads(func, args, arguments_of(func, args, kwargs))
     output = heads.run(args, kwargs)
     inputs = (heads.query, heads.key, heads.value)
@@ -131,7 +131,7 @@ def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
       "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
       "_scaled_dot_product_fused_attention_overrideable")  # fmt: skip
 def attention_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels attention: a head lies on one rank with the keys and values that it reads; heads are independent."""
+    """Labels attention by head, each with the keys and values that it reads; False if these alone have labels."""
     heads = []
     for x in args[:3]:
         labels = axes.labels(x)

@@ -40,7 +40,7 @@ def place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def in_own_share(indices: list, dim: int, owners: Owners) -> list | None:
-    """Returns the indices, that of the cut dim counting this rank's own rows; None where it names those of others."""
+    """Returns the indices, that of the cut dim as places in this rank's share; None where it may name others' rows."""
     named: Any = indices[dim] if dim < len(indices) else None
     if not is_part(named) or not named.names_own(owners):
         return None
@@ -50,7 +50,7 @@ def in_own_share(indices: list, dim: int, owners: Owners) -> list | None:
 
 
 def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns a share with one more index of zeros behind its own, which stands for what other ranks have."""
+    """Returns a share with an index of zeros appended along `dim`, read in place of the indices of other ranks."""
     return torch.ops.aten.constant_pad_nd.default(local, [0, 0] * (local.dim() - 1 - dim) + [0, 1])
 
 
@@ -209,7 +209,7 @@ def places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 @answers(torch.Tensor.__getitem__, cut_once=False)
 def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
-    """Returns `input[:, i, j]`; where indices are cut, what they read is gathered, and each rank reads at its own."""
+    """Returns `input[:, i, j]`; where i or j is cut, the dims read are gathered, and each rank reads at its share."""
     indices = index if isinstance(index, tuple) else (index,)
     # masks select, and have a rule of their own
     parts = [item for item in indices if isinstance(item, Part)]
@@ -257,7 +257,7 @@ def gather_of_tiles(input: torch.Tensor, dim: int, index: torch.Tensor, **option
 
 @label("gather")
 def gather_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `x.gather(dim, index)`: along the one dim with labels, an entry is read on the rank that has it."""
+    """Whether x of `x.gather(dim, index)` may be cut: it has labels along `dim` alone, and the index has none."""
     labels = axes.labels(args[0])
     if labels is None or axes.labels(args[2]) is not None:
         return labels is None

@@ -19,7 +19,7 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 @rule("cat", "stack")
 def cat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns tensors concatenated along the cut dim or another."""
+    """Returns `cat` or `stack` of tensors as a part: owners are joined where `dim` is the cut dim, else kept."""
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if func._schema.name == "aten::stack":
@@ -27,7 +27,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
     dim %= tensors[0].dim()
     parts = parts_in(tensors)
     lead = parts[0]
-    if lead.dim_cut != dim:
+    if lead.dim_cut != dim:  # shares are joined; a whole tensor gives this rank's share of it
         along = all(p.dim_cut == lead.dim_cut for p in parts)
         # positions are dealt anew; other cuts have to lie beside each other as they are
         if along and lead.axis.positions:
@@ -61,13 +61,13 @@ def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) ->
 
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
-    """Whether whole tensors have the cut ones' length: undefined gradients of a split, which arrive as zeros."""
+    """Whether whole tensors are as long as the cut ones along `dim`: zeros, as for a split's undefined gradients."""
     return all(is_part(t) or t.shape[dim] == lead.shape[dim] for t in tensors)
 
 
 @label("cat", "stack")
 def cat_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `cat` and `stack`: labels are joined; beside an unlabelled tensor they may not vary along the dim."""
+    """Labels `cat` and `stack`: labels are joined; False where they vary along the dim beside an unlabelled tensor."""
     # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % output.dim()

@@ -153,7 +153,7 @@ def ctc_loss_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @label("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a loss by class: classes may be cut, since one rank has the target's entry."""
+    """Whether x of a loss by class may be cut: along classes alone, since one rank has the target's entry."""
     labels = axes.labels(args[0])
     classes = 0 if args[0].dim() == 1 else 1
     return labels is None or all(n == 1 for d, n in enumerate(labels.shape) if d != classes)

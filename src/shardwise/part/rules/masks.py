@@ -39,7 +39,7 @@ def is_mask(indices: list) -> bool:
 
 
 def selected(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns `x[mask]` as a part, where the dims that the mask covers are cut, or others."""
+    """Returns `x[mask]` as a part; the cut dim may be among those that the mask covers, or not."""
     x, (place, mask) = args[0], _place(args[1])
     lead, cut = _cut(func, x, mask, place)
     whole = _whole_in_rehearsal(lead, mask)
@@ -62,6 +62,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
     if func._schema.is_mutable and not is_part(x):
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
     dim, theirs = values.dim() - (x.dim() - place - mask.dim() + 1), mask  # of the values: the one that was selected
+    # the mask covers the cut dim: values lie in the order of what all ranks select, and each takes its own
     if place <= cut < place + mask.dim():
         whole = _whole_in_rehearsal(lead, mask)
         # in a rehearsal a share that was fetched has no values
@@ -108,7 +109,7 @@ def _place(indices: list) -> tuple[int, torch.Tensor]:
 
 
 def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any = None) -> tuple[Part, int]:
-    """Returns (the part whose owners deal the elements, the dim of x that is cut)."""
+    """Returns (the part, of x, mask and values, by whose owners all are dealt, the dim of x that is cut)."""
     if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
         assert isinstance(values, Part)
         if values.dim_cut == place:
@@ -173,12 +174,10 @@ def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
 
 
 def _seen(lead: Part, mask: torch.Tensor, dim: int, whole: torch.Tensor | None) -> torch.Tensor:
-    """Returns the mask; in a rehearsal its share of the whole one (what was fetched has no values there).
+    """Returns the mask; in a rehearsal its share of `whole`, or, where that is not known, one that is true everywhere.
 
-    Where nobody knows how many others select, one that is true everywhere.
-
-    So what lies beside each other but is dealt otherwise (logits, labels) has one length after one selection, and all
-    ranks come to the same exchanges.
+    So tensors that are dealt differently (logits, labels) have one length after one selection, and all ranks come to
+    the same exchanges.
     """
     if whole is not None:
         return lead.share(whole, dim)

@@ -90,7 +90,7 @@ def _of_rows(x: Any, *weights: Any) -> bool:
 
 
 def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
-    """Returns the owners of x's groups of channels; `Uncut` where a group lies on several ranks, or a rank has none."""
+    """Returns the owners of x's groups of channels. `Uncut` where a group lies on several ranks, or a rank has none."""
     if is_part(x) and x.dim_cut == 1:
         groups = x.owners.sliced(0, channels, channels // count)
         if repeated(groups, channels // count) == x.owners and all(groups.counts):
@@ -100,7 +100,7 @@ def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
 
 @rule("native_group_norm_backward")
 def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns gradients of a group norm's input, weight and bias, cut along channels; of rows, weights' are sums."""
+    """Returns a group norm's (dx, dweight, dbias), cut along channels; of x cut by rows, the last two are sums."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     if _of_rows(x, w):
         dy, mean, rstd = (share_as(tensor, x, x.dim_cut, func).contiguous() for tensor in (dy, mean, rstd))
@@ -272,7 +272,7 @@ def rms_norm(
 
 @label("native_layer_norm", "_fused_rms_norm")
 def layer_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a layer norm: it runs over the last dims; weight and bias meet x element by element."""
+    """Labels a layer norm: what it runs over lies on one rank, weights on every rank. Always True."""
     x, shape = args[0], args[1]
     labels = axes.labels(x)
     last = list(range(x.dim() - len(shape), x.dim()))
@@ -292,7 +292,7 @@ def layer_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: 
 
 @label("native_group_norm")
 def group_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a group norm: channels of a group lie together."""
+    """Labels the output by x's channels, those of a group on one rank; False where x has other labels, or none."""
     x, w, b, _, channels, _, groups, _ = args
     labels = axes.labels(x)
     if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):

@@ -36,7 +36,7 @@ Shapes = Sequence[Sequence[int]]
 class _Whole(threading.local):
     """The operation that is being answered, and the shapes of its tensors as one process has them.
 
-    For an axis further in, tiles of those further out may be one index or none: ranks would find others repeated.
+    Within outer axes' tiles a dim may have one index or none, which an inner axis's rule would take for a repeated one.
     """
 
     running: tuple[Any, Shapes] | None = None
@@ -182,7 +182,7 @@ def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _repeats(tensor: torch.Tensor, shape: Sequence[int], shapes: Shapes) -> bool:
-    """Whether a part of one index along its cut dim, which one rank has, is read by every index of another tensor."""
+    """Whether a part has one index along its cut dim, on one rank, and is broadcast there beside another tensor."""
     if not is_part(tensor) or shape[tensor.dim_cut] != 1:
         return False
     place = tensor.dim_cut - tensor.dim()  # from behind, where shapes meet
@@ -190,9 +190,9 @@ def _repeats(tensor: torch.Tensor, shape: Sequence[int], shapes: Shapes) -> bool
 
 
 def _pairs_of_tables(parts: list[Part]) -> bool:
-    """Whether tables of positions meet along other dims: each rank makes what is of all pairs whole, unsent.
+    """Whether all parts are tables of positions, cut along different dims: each rank makes the result whole, unsent.
 
-    Attention's masks are looked at whole, and what weights are read for by such a table would have to be gathered.
+    So attention's masks (S, S) come whole, as a ring looks at them.
     """
     places = {(part.dim_cut - part.dim(), part.owners) for part in parts}
     return len(places) > 1 and all(map(is_table, parts))
@@ -261,7 +261,7 @@ def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output:
 
 
 def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any) -> bool:
-    """Labels a weight made of other weights and of whole tensors (a mask, a scale): it is cut as the first is.
+    """Labels a weight made of other weights and of whole tensors (a mask, a scale) as the first; False for others.
 
     What other weights have along one of its dims lies together with what it has there.
     """

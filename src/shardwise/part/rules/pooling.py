@@ -38,7 +38,7 @@ def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil
 def _slides(
     input: torch.Tensor, dims: int, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool
 ) -> tuple[list[int], list[int], list[int], list[Sliding]]:  # fmt: skip
-    """Returns (kernel, stride, dilation) and the windows of each dim, from a pooling function's arguments."""
+    """Returns (kernel sizes, strides, dilations, windows), an entry a dim, from a pooling function's arguments."""
     kernels = each(kernel, dims)
     strides = each(stride, dims) if stride not in (None, [], ()) else kernels  # torch passes [] for no stride too
     paddings, dilations = each(padding, dims), each(dilation, dims)
@@ -91,7 +91,7 @@ def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
 
 
 def _avg_pool(plain: Callable, dims: int) -> Callable:
-    """Registers average pooling of tiles over `dims` spatial dims."""
+    """Registers, and returns, average pooling of tiles over `dims` spatial dims, in place of `plain`."""
 
     def avg_pool(
         input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0,

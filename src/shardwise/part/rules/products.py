@@ -94,9 +94,11 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     together = cut_a is None or cut_b is None or a.beside(b)
     if parts_in(rest) or parts_in(list(kwargs.values())):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    # cut along the contracted dim: each rank has a summand
     if not by_offsets and cut_a in (k_a, None) and cut_b in (k_b, None) and together:
         local = func(_packed(share_as(a, lead, k_a)), _packed(share_as(b, lead, k_b)), *rest, **kwargs)
         return Sum.of(local, lead.axis, lead.origin)
+    # cut along the columns of b, or the rows of a that become the result's: local
     if cut_a is None and cut_b == b.dim() - 1:
         out = func(a, _packed(b.local), *rest, **kwargs)
         return b.with_local(out, out.dim() - 1)
@@ -141,12 +143,13 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _product_labels(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor) -> bool:
     """Labels a (..., m, k) @ b (..., k, n); returns False where the inputs have to stay whole."""
-    pa, pb = _weight(a), _weight(b)
+    pa, pb = _weight(a), _weight(b)  # x @ w, or w @ x
     if pa is not None and pb is None:
         return _weighted(axes, b, a, output, k_of_x=-2, k_of_w=-1)
     if pb is not None and pa is None:
         return _weighted(axes, a, b, output, k_of_x=-1, k_of_w=-2)
     la, lb = axes.labels(a), axes.labels(b)
+    # two activations (attention's scores): what is summed over lies on one rank, what remains meets
     if la is not None:
         la = axes.unite_along(la, [la.ndim - 1] if la.shape[-1] > 1 else [])
     if lb is not None:
@@ -168,7 +171,10 @@ def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor, *, k_of_x: int, k_of_w: int) -> bool:
-    """Labels a weight's product: the activation's meet those of its inner dim, the result has those of its outer."""
+    """Labels x's product with a weight: x's labels meet those of its inner dim, the output has those of its outer dim.
+
+    False where the weight is to stay whole (`tp_whole`) and x has labels along another dim than the summed one.
+    """
     name, dims = param_of(w)  # type: ignore[misc]
     if name in axes.frozen:
         return _by_whole_weight(axes, x, output, k_of_x)
@@ -209,13 +215,13 @@ def _by_whole_weight(axes: Axes, x: torch.Tensor, output: torch.Tensor, k_of_x: 
 
 @label("mm", "bmm")
 def mm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a matrix product: the activation's labels lie with those of the weight's inner dim."""
+    """Returns `_product_labels` of a matrix product: False where its inputs have to stay whole."""
     return _product_labels(axes, args[0], args[1], output)
 
 
 @label("addmm", "baddbmm")
 def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a product with a bias: the bias's labels lie with those of the product's last dim. Returns whether so."""
+    """Labels a product, its bias by the last dim; False where the product's inputs have to stay whole."""
     done = _product_labels(axes, args[1], args[2], output)
     bias, product = axes.labels(args[0]), getattr(output, "_axis_labels", None)
     if bias is not None and product is not None:
@@ -227,7 +233,7 @@ def addmm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) 
 
 @label("_grouped_mm")
 def grouped_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a grouped product of rows by the matrix of their group: x (T, K) @ w (G, K, N)."""
+    """Labels x (T, K) @ w (G, K, N), rows by the matrix of their group; False where w is no such weight."""
     x, w = args[:2]
     if _weight(w) is None or w.dim() != 3 or x.dim() != 2:
         return False

@@ -46,6 +46,8 @@ def _extreme(op: str):
 
 
 def _place_of_extreme(op: str):
+    """Returns the rule of `argmax` or `argmin`, by `op` "max" or "min"."""
+
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
         # a place among all elements is one in the flattened tensor
         if bound.get("dim") is None:  # among all elements
@@ -162,6 +164,7 @@ def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    """Returns log sum exp over `dims`, the cut one among them: by the maximum over ranks and one sum."""
     along, empty = sorted(dims), not part.local.shape[part.dim_cut]
     top = of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)
     top = reduced(top, part, "max")
@@ -189,7 +192,7 @@ _SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "
 
 @label(*REDUCTIONS)
 def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a reduction: indices that it runs over lie on one rank, or, in the loss, are summed over ranks."""
+    """Labels a reduction: what it runs over lies on one rank, or, in the loss, is summed; False for `max(x, other)`."""
     x, arguments, by_dims = args[0], arguments_of(func, args, kwargs), DimwiseRule(named)
     if "other" in arguments:  # max or min of two tensors, element by element
         return False

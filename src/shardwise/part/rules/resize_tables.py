@@ -36,7 +36,7 @@ class Table:
     align: bool = False
     scale: float | None = None
     double: bool = True
-    on_cpu: bool = True
+    on_cpu: bool = True  # where forward and backward of "nearest" round in ways of their own
 
     @property
     def same(self) -> bool:
@@ -49,12 +49,12 @@ class Table:
         return self.linear or not self.on_cpu or bool((_ahead(self) == _behind(self)).all())
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """As in `Map`."""
+        """Returns (first, last + 1) input that outputs `start` to `stop` read."""
         rows = entries(self)[0][start:stop]
         return int(rows.min()), int(rows.max()) + 1
 
     def centre(self, outputs: np.ndarray) -> np.ndarray:
-        """As in `Map`."""
+        """Returns the input in the middle of what each output reads."""
         sources, _ = entries(self)
         return (sources[outputs].min(1) + sources[outputs].max(1)) // 2
 
@@ -114,7 +114,7 @@ Rows = tuple[np.ndarray, np.ndarray | None]  # (outputs, K) places, and their we
 
 
 def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.Tensor, CutDim, Rows]:
-    """Returns (what this rank's outputs read, the cut of the outputs, their rows with places in the former).
+    """Returns (the inputs that this rank's outputs read, the outputs' cut, their table rows: places among these).
 
     Differentiable. Collective where inputs of other ranks are read.
     """

@@ -24,7 +24,7 @@ from shardwise.part.tiles.windows import answers
 def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns `x.scatter(dim, index, values)` along a dim that is not cut; index and values are cut as x is.
 
-    `scatter_add` along the cut dim: each rank adds what falls on its own indices, or what it has of what is added.
+    `scatter_add` along the cut dim: each rank adds to its own indices of x, or, to a whole x, its share of the values.
     """
     dim = args[1] % args[0].dim()
     lead = parts_in(args)[0]
@@ -36,6 +36,7 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
         lead = args[3]
         index = share_as(args[2], lead, cut, func)
         return args[0] + Sum.of(func(torch.zeros_like(args[0]), dim, index, lead.local), lead.axis, lead.origin)
+    # added, not replaced: a sum over ranks, or each owner by itself, gives what one process has
     if cut == dim and func._schema.name.startswith("aten::scatter_add"):
         return _scattered(func, dim, *args[:1], *args[2:])
     if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
@@ -190,7 +191,7 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     dim = dim % x.dim()
     if func._schema.is_mutable or not parts_in([source, x]):
         raise Uncut(no_rule(func, parts_in(args)))
-    if not is_part(source) and is_part(index):
+    if not is_part(source) and is_part(index):  # which of the whole rows a rank would add is not said
         raise Uncut(no_rule(func, parts_in(args)))
     # along x's cut dim rows belong to any rank: each adds all of them to zeros, and keeps its own indices
     if not is_part(source) and dim == x.dim_cut:
@@ -199,6 +200,7 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if not is_part(source):
         return x.with_local(func(x.local, dim, index, x.share(source, x.dim_cut), **kwargs))
     cut = source.dim_cut
+    # the index names this rank's rows of x alone: nothing is sent
     if is_part(x) and (own := in_own_share([None] * dim + [index], x.dim_cut, x.owners)):
         rows = own[dim]
         return x.with_local(func(x.local, dim, rows.local, share_as(source, rows, dim, func), **kwargs))

@@ -60,6 +60,7 @@ def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: in
 
 
 def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    """Returns the indices of this rank's share that a slice of the cut dim keeps; a view if they are evenly apart."""
     _same_way(part.local, dim, part.owners, part.axis.size, start, end, step)
     places = part.owners.local_slice(part.axis.index, start, end, step)
     if not len(places):
@@ -70,7 +71,7 @@ def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor
 
 
 def _evenly_apart(places: np.ndarray) -> int:
-    """Returns the common step between a rank's indices; 0 where they have none."""
+    """Returns the step between consecutive indices of a rank; 0 where it varies, 1 for fewer than two indices."""
     gaps = np.diff(places)
     if not len(gaps):
         return 1
@@ -214,7 +215,7 @@ label("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_s
 
 @label("select", "unbind")
 def select_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `select` and `unbind`: labels that vary along the selected dim alone are kept whole on all ranks."""
+    """Labels `select` and `unbind`; labels that vary along the selected dim alone stay whole. Always True."""
     x = args[0]
     labels = None if param_of(x) is not None and x.dim() > 1 else axes.labels(x)
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()

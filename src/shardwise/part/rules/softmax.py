@@ -104,7 +104,7 @@ def _half(func: Any, x: Part, dim: int) -> Owners | None:
 
 @label("_softmax", "_log_softmax", "_safe_softmax")
 def softmax_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a softmax: classes of a loss may be cut, since two small reductions over ranks do the rest.
+    """Labels a softmax, always True: classes of a loss may be cut, as two small reductions over ranks do the rest.
 
     A softmax inside the model that is no loss (routing, attention over labelled keys) keeps what it runs over together.
     """
@@ -120,7 +120,7 @@ def softmax_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any
 
 @label("glu")
 def glu_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `glu`: each index lies together with the index of the other half that gates it."""
+    """Labels `glu`: each index lies on the rank of the index, in the other half, that gates it. Always True."""
     labels = axes.labels(args[0])
     if labels is not None:
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % args[0].dim()

@@ -84,14 +84,15 @@ def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
     or both axes cut one dim that the view rearranges: what a rank has of it is then no whole dims.
     """
     inner = part.local
+    # every rank has indices, or one axis alone cuts: nothing to do
     if 0 not in part.owners.counts or not isinstance(inner, Part) or 0 in whole.before:
         return part
-    if not inner.axis.positions or not part.axis.positions:
+    if not inner.axis.positions or not part.axis.positions:  # cuts of weights stay as they were derived
         return part
     run, to = whole.run(part.dim_cut)
     if inner.dim_cut == part.dim_cut:
         return part if len(run) == len(to) == 1 else None
-    if inner.dim_cut not in run or len(to) >= len(run):
+    if inner.dim_cut not in run or len(to) >= len(run):  # the view does not join the two cut dims
         return part
     if part.owners.size < part.axis.size:
         return None
@@ -124,6 +125,7 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
     not the outermost of those that the view rearranges, or other axes cut them too.
     """
     run, to = whole.run(part.dim_cut)
+    # else a rank's rows do not lie end to end in the whole, and new ones are no runs of old ones
     if whole.outer or isinstance(part.local, Distributed) or any(whole.before[d] > 1 for d in run if d < part.dim_cut):
         return None
     dim = next((d for d in to if whole.after[d] > 1), None)
@@ -237,7 +239,7 @@ def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...])
     "view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "squeeze", "unsqueeze", "squeeze_", "unsqueeze_"
 )
 def view_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels a view: labels are regrouped as the shapes are, since elements keep their order."""
+    """Labels a view: labels are regrouped as the shapes are, since elements keep their order. Always True."""
     x = args[0]
     if param_of(x) is not None:
         kept = _param_view(axes, x, output)
@@ -274,7 +276,7 @@ def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
 
 @label("view_as_complex")
 def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `view_as_complex(x)`: real and imaginary part of a number lie on one rank."""
+    """Labels `view_as_complex(x)`: real and imaginary part of a number lie on one rank. Always True."""
     x = args[0]
     if (param := param_of(x)) is not None:
         name, dims = param
@@ -291,7 +293,7 @@ def view_as_complex_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, out
 
 @label("view_as_real")
 def view_as_real_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Labels `view_as_real(x)`: as x, with a last dim more that is not labelled."""
+    """Labels `view_as_real(x)`: as x, with a last dim more that is not labelled. Always True."""
     x = args[0]
     if (param := param_of(x)) is not None:
         output._axes_of = (param[0], (*param[1], None))

@@ -77,7 +77,7 @@ def _write(written: Written, index: Any, value: Any) -> None:
 
 
 def _whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[Slices, list[int]] | None:
-    """Returns (a slice for each dim, the dims of which the index names one place); None for indices of other kinds."""
+    """Returns (a slice for each dim, the dims indexed by an int); None for more than slices, ints and `...`."""
     indices = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, bool) or not (isinstance(item, slice | int) or item is Ellipsis) for item in indices):
         return None
@@ -150,7 +150,7 @@ def _local(slices: Slices, cut_dims: list[CutDim]) -> Slices:
 
 
 def watch(module: nn.Module) -> None:
-    """Register a module: what it returns are parts where tiles were written into it, and what it keeps stays whole."""
+    """Makes a module return parts for tensors into which tiles were written (`Written`); what it keeps is whole."""
     if module not in _WATCHED:
         _WATCHED.add(module)
         module.register_forward_hook(_give_parts)

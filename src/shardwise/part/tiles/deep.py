@@ -132,7 +132,7 @@ def _widened(owners: Owners, along: Sliding, more: int) -> Ranges | None:
 
 @lru_cache(REMEMBERED)
 def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
-    """Returns the outputs (start, stop) that each rank can compute of the inputs it has; None where one lacks its own.
+    """Returns each rank's outputs (start, stop) that its inputs `have` suffice for; None where one lacks its own.
 
     have  of each rank, its inputs (start, stop)
     """
@@ -170,7 +170,7 @@ def _inside(margin: Margin, maps: list[Sliding], ranges: list[Ranges]) -> torch.
 def _with_margin(
     window: torch.Tensor, cut_dims: list[CutDim], maps: list[Sliding], ranges: list[Ranges], left: int
 ) -> torch.Tensor:  # fmt: skip
-    """Returns the part of which `window` holds this rank's outputs and some around them, with that as its margin."""
+    """Returns an operation's result as a part: `_cut_out` of the owners of its outputs; `cut_dims`: of its input."""
     after = [CutDim(cut.axis, cut.dim, reads(cut.owners, m).owners) for cut, m in zip(cut_dims, maps, strict=True)]
     return _cut_out(window, after, ranges, left)
 
@@ -231,9 +231,9 @@ def _may_be_alone(func: Callable) -> bool:
 
 
 def widened(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns the part that a function of single elements gives, with a margin; None where it has to read the parts.
+    """Returns an elementwise function's result as a part with a margin, computed on the parts' windows; else None.
 
-    It does where it is another function, or where its parts have no margins, or margins of other cuts.
+    None: it treats elements together, or its parts lack margins, or have margins of other cuts.
     """
     parts = [arg for arg in args if isinstance(arg, Distributed)]
     margins = [margin for part in parts if (margin := margin_of(part)) is not None]

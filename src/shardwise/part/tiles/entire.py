@@ -32,7 +32,7 @@ def with_elements(share: torch.Tensor, empty: list[int]) -> torch.Tensor:
 
 
 def extent(tensor: torch.Tensor, dim: int, cut: CutDim) -> int:
-    """Returns the size of a dim as the ranks of the cut's axis see it: axes further out may have cut it."""
+    """Returns the length of a dim that the cut's axis divides: less than the tensor's where outer axes cut it."""
     return from_axis(tensor.detach(), cut.axis).shape[dim]
 
 

@@ -62,15 +62,15 @@ class Sliding:
         return (self.size - 1) * self.stride + self.extent
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """As in `Map`."""
+        """Returns (first, last + 1) input that outputs `start` to `stop` read; some may lie outside."""
         return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.extent
 
     def centre(self, outputs: np.ndarray) -> np.ndarray:
-        """As in `Map`."""
+        """Returns the input in the middle of what each output reads; it may lie outside."""
         return outputs * self.stride - self.before + (self.extent - 1) // 2
 
     def first(self, low: int) -> int:
-        """As in `Map`."""
+        """Returns the first output that the operation gives on inputs from `low` on, without padding."""
         return (low + self.before) // self.stride
 
 
@@ -79,7 +79,7 @@ class Spreading(Sliding):
     """A transposed window: input i adds to outputs i * stride - before + t * dilation, for t below `kernel`."""
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """As in `Map`; wide enough that what the inputs add to covers the outputs."""
+        """Returns (first, last + 1) input, wide enough that what these inputs add to covers the outputs."""
         # from the first input that adds to an output, rounded up, to the last, rounded down; where the stride is longer
         # than the kernel, outputs lie between what two inputs add to, and both are read
         far, behind = self.dilation * (self.kernel - 1), stop + self.before
@@ -87,11 +87,11 @@ class Spreading(Sliding):
         return low, max((behind - 1) // self.stride + 1, -((far + 1 - behind) // self.stride) + 1, low + 1)
 
     def centre(self, outputs: np.ndarray) -> np.ndarray:
-        """As in `Map`."""
+        """Returns the input in the middle of what each output reads; it may lie outside."""
         return (outputs + self.before - self.dilation * (self.kernel - 1) // 2) // self.stride
 
     def first(self, low: int) -> int:
-        """As in `Map`."""
+        """Returns the first output that the operation gives on inputs from `low` on, without padding."""
         return low * self.stride - self.before
 
 

@@ -82,7 +82,7 @@ def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution of tiles: of its window `padding` holds for dims that are not cut."""
+    """The arguments of a convolution of tiles; `padding` is for dims that are not cut."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -92,7 +92,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class _Call:
-    """A convolution along its last cut dim, as this rank does it. `place`: of the dim among those of space."""
+    """A convolution along its last cut dim, as this rank does it. `place`: which dim of space that is."""
 
     how: Convolution
     cut: CutDim
@@ -247,7 +247,7 @@ def _of_window(ctx: Any, gradient: torch.Tensor) -> tuple:
 
 
 def _goals(ctx: Any) -> list[bool]:
-    """Returns whether the backward under way comes to (tile, weight, bias): a split one, to those of one part alone."""
+    """Returns whether the running backward needs the gradient of [tile, weight, bias]; one split in two, of some."""
     wanted = [
         needed and (node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node))
         for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=False)

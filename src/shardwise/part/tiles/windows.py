@@ -38,7 +38,7 @@ from shardwise.trace.leaves import replaced, tensors_in
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
     """Returns the cuts of a tensor, over axes of positions, along any of these dims; the outermost first.
 
-    Collective where a sum has not been taken yet.
+    Collective where a sum has not been reduced yet.
     """
     cut_dims, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
     while isinstance(tensor, Distributed):
@@ -178,7 +178,7 @@ def used_over(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor distributed over one more axis, by `make`, in its place among those over which it is already."""
+    """Returns a tensor distributed over one more axis by `make`, inside the axes further out that it has already."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_inserted(tensor.settled_local(), axis, make))
     return make(tensor)
@@ -228,9 +228,9 @@ def windowed(
 
 
 def answers(*functions: Callable, cut_once: bool = True) -> Callable:
-    """Register the function as the answer of these where one of their tensors is distributed.
+    """Returns a decorator: the function answers calls of `functions` in which a tensor is distributed.
 
-    cut_once  it is given tensors no dim of which is cut over two axes
+    cut_once  it gets tensors of which no dim is cut over two axes
     """
 
     def register(answer: Callable) -> Callable:
@@ -258,10 +258,10 @@ def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
 
 
 def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns `answer(...)` of tensors with no dim cut over two axes (cp and cp_ulysses): whole over those further in.
+    """Returns `answer(...)` of tensors gathered until no dim is cut over two axes (cp and cp_ulysses). Collective.
 
-    Every rank of those then computes the same, until the result meets a tensor that they cut; its gradient is made
-    whole over them. Collective.
+    The inner axis is gathered. All of its ranks then compute the same, until the result meets a tensor that it cuts;
+    the result's gradient is gathered over it.
     """
     gathered_over: dict[str, Axis] = {}
 
