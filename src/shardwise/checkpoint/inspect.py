@@ -193,7 +193,7 @@ def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
     """
     with opened(first_path) as first, opened(other) as second:
         names = [{name: name for name in stored.tensors} for stored in (first, second)]
-        if (first.manifest is None) != (second.manifest is None):
+        if (first.manifest is None) != (second.manifest is None):  # a checkpoint beside safetensors
             names = [state_dict_names(stored) for stored in (first, second)]
         rows = [
             {"name": name, "what": f"only in {first_path if name in names[0] else other}", "largest": None}

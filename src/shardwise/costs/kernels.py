@@ -285,9 +285,9 @@ class Kernels:
         direction = "backward" if backward else "forward"
         own = _own_rates(self.device.products, "attention_backward" if backward else "attention")
         rates, scale = own or _attention_rates(self.device.table, kernel, direction), 1.0
-        if not rates:
+        if not rates:  # those of another device
             rates, scale = self._borrowed(kernel, direction, head_dim)
-        if not rates:
+        if not rates:  # of a kernel that was measured nowhere
             share = ATTENTION_SHARE.get(kernel, 0.5) * (BACKWARD_SHARE if backward else 1.0)
             return self.device.bf16_tflops.value * share * self._slower
         points = rates[min(rates, key=lambda d: abs(d - head_dim))]

@@ -191,9 +191,7 @@ class Wire:
         tier = self.tier(group)
         table = self.table
         if tier == 0 or self._one_domain(group):
-            if table is None:
-                return f"formula: {self.cluster.tiers[0].name} rate"
-            if op not in table.times:
+            if table is None or op not in table.times:
                 return f"formula: {self.cluster.tiers[0].name} rate"
             measured = sorted(table.times[op])
             near = (

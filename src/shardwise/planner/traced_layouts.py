@@ -216,7 +216,7 @@ class TracedLayouts:
         wall = self._wall(world, constraints) if world > 1 else ""
         if world == 1 or not (wall or tiles or along):
             return []
-        if self.space and not along:
+        if self.space and not along:  # a field, unless cuts of a sequence are asked for
             bases = tile_layouts(world, self.space, constraints)
             answer = "tiles (domain) answer"
         elif along or self.has_sequence:

@@ -203,7 +203,7 @@ def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))
             marks = [at for at in range(low, high) if tokens[at] in special]
-            if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():
+            if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():  # blanks of the template
                 high = marks[-1] + 1
             learned[low:high] = [True] * (high - low)
     return tokens, learned

@@ -113,7 +113,7 @@ def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
     Raises `InputError`, naming the variables, where the environment holds part of a set or contradicts itself.
     """
     by_hand = [name for name in TORCHRUN if environ.get(name)]
-    if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):
+    if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):  # torchrun itself
         return _torchrun(environ)
     place = _of_launcher(environ)
     if place is None:

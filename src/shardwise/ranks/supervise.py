@@ -123,7 +123,7 @@ def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice |
     if process.connection.poll():
         report = process.read_report()
         failure = _death(number, process) if report is None else report.failure
-    elif process.exit_code() is not None:
+    elif process.exit_code() is not None:  # ended without a report
         report, failure = None, _death(number, process)
     else:
         return False

@@ -144,7 +144,7 @@ class OverRanks(WeightAccess):
             return float(over or 0.0) / total if total else 0.0
         if part is None or self._apart == 1:
             return 1.0
-        return part.count / part.total if part.total else 0.0
+        return part.count / part.total if part.total else 0.0  # a mean over this rank's samples
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
         """Returns the weight with which a loss counts; without one given, a step's losses share a weight of 1."""

@@ -217,7 +217,7 @@ class SampleDraws(TorchFunctionMode):
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)
-        if self.whole and not self.inside and not _in_backward():
+        if self.whole and not self.inside and not _in_backward():  # drawn for whole batches, as in one process
             return func(*args, **kwargs)
         if not self.inside:
             return self._draw(func, args, kwargs, self.part)

@@ -129,7 +129,7 @@ def adopt(
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     in_plan = [[name in shapes for name in group] for group in all_names]
     state: dict[Any, Any] = {}
-    if whole:
+    if whole:  # frozen parameters stay in their groups, and the state so far with its parameter
         triples = zip(optimizer.param_groups, pieces, in_plan, strict=True)
         pieces = [_with_frozen(group["params"], of_group, mine) for group, of_group, mine in triples]
         olds = [param for group in optimizer.param_groups for param in group["params"]]

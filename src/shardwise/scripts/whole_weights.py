@@ -372,7 +372,7 @@ class WholeWeights:
                 load_state_dict(self._state, self._under_own_names(weights), strict=False)
                 script.may_have_written()
         for name, gradient in after.items():
-            if gradient is not self._gradients.get(name):
+            if gradient is not self._gradients.get(name):  # the script has set another
                 script._whole_gradients.set(self._params[name], gradient)
         if state:
             with script.plainly():

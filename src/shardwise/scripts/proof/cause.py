@@ -336,7 +336,7 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
     ranks = max(1, sides.plan.data_ranks)
     if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):
         return _cause("uneven_only", step, samples)
-    if before and step not in single.drew:
+    if before and step not in single.drew:  # equal in earlier steps, and nothing is drawn: something is kept
         return _cause("kept", step)
     tried = "" if sides.foreign else _tried(sides.cures)
     return _cause("draws", step, tried) if step in single.drew else _cause("loss_scope", rest, tried)

@@ -81,7 +81,7 @@ class Scratch:
                 kept = (isinstance(mode, str) and "w" not in mode) or not isinstance(mode, str)
                 self._before_write(os.fsdecode(path), keeps=kept)
         elif event in ("os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"):
-            for path in args[:2]:
+            for path in args[:2]:  # of a rename also where it goes
                 if isinstance(path, str | bytes | os.PathLike):
                     self._refuse_outside(os.fsdecode(path))
 

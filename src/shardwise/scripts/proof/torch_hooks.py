@@ -146,7 +146,7 @@ class TorchHooks:
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         """Hook after an optimizer's step: record whole weights, buffers, states, and a closure's gradients."""
         self._inside -= 1
-        if self._inside:
+        if self._inside:  # of an optimizer that another one steps
             return
         if self._closure is not None:
             with self._readable(grads=True):
