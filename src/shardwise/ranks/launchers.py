@@ -303,7 +303,7 @@ def _job(family: LauncherVariables, environ: Mapping[str, str]) -> str | None:
 
 
 def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
-    """Returns the number that all of these give, None without names. `InputError` where they differ."""
+    """Returns the number that all of these variables hold, None for no variables. `InputError` where they differ."""
     if not names:
         return None
     first = _number(environ, names[0])

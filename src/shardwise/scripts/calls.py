@@ -120,7 +120,7 @@ class Calls(Loop):
 
     @property
     def _look_now(self) -> ModelLook:
-        """Returns what the look has shown of the submodule that the script calls now; an empty one without a look."""
+        """Returns the `ModelLook` at the submodule that the script calls now; an empty one where none was looked at."""
         return self._looked.get(self.entries.now) or ModelLook([], [])
 
     @property

@@ -82,7 +82,7 @@ class Gradients:
     @names_line
     def make_whole(self) -> None:
         """Sum over ranks the gradients so far, where the plan's last micro-batch is still to come; later ones are added
-        to it. Collective. Raises `RefusedPlan` where what lies there is of a backward of the script's own."""
+        to it. Collective. Raises `RefusedPlan` where some are of a backward of the script's own."""
         if self._script.calls.stray and self._script.mesh.world.size > 1:
             raise RefusedPlan(_STRAY)
         if self._script.are_whole() is False:

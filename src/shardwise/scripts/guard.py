@@ -211,7 +211,7 @@ def refuse_replaced(name: str) -> None:
 
 
 class ParametersInPlace:
-    """The parameters of a model where its modules have them: another would take no part in the plan."""
+    """Checks that a model's modules still hold the parameters that the plan trains: others would not be trained."""
 
     def __init__(self, module: nn.Module) -> None:
         of_units = units_parameters(module)

@@ -167,7 +167,7 @@ def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> N
 
 
 def _unplaced(batch: Any, places: Places) -> str:
-    """Returns what to say of an argument that has other rows than there are samples, which a look gives whole."""
+    """Returns a remark on a tensor argument without a dim of samples, which a look gives whole; "" without one."""
     leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
     others = [tuple(leaf.shape) for leaf in leaves if places.of(leaf) is None]
     if not others:

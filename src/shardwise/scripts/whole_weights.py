@@ -186,7 +186,7 @@ class WholeWeights:
         return with_summed_gradient(whole, (*beside, *self._script.mesh.inner))
 
     def taken(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `torch.autograd.grad` does, inside a backward for pieces that a unit run again has gathered."""
+        """Returns `torch.autograd.grad`'s tuple, for pieces; within units that have gathered weights again too."""
         alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
         pieces = [inputs] if alone else list(inputs)
         units = [self._in_units.get(id(piece)) for piece in pieces]

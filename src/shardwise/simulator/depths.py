@@ -59,7 +59,7 @@ def longer_trace(few: StepTrace, more: StepTrace, layers: int) -> StepTrace:
 
 
 def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent, int]:
-    """Returns messages by (axis, op, mean bytes), of which each kind has its own mean."""
+    """Returns {(axis, op, bytes): times} of messages on the line, the sizes of a kind averaged."""
     if [key[:2] for key in few] != [key[:2] for key in more]:
         raise NoLine
     sent: dict[Sent, int] = {}

@@ -109,7 +109,7 @@ class Plain:
         mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool | None = False,
         summed: bool = False, loader: PlainLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Run `loss.backward()`; returns the micro-batch's loss as ranks are told it."""
+        """Run `loss.backward()`; returns the micro-batch's loss, a float64 scalar, as `Stepping.backward` does."""
         self._recorder.may_go_on()
         refuse_call(loss, options)
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
