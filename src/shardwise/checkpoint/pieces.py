@@ -126,7 +126,7 @@ def runs_of(indices: Sequence[int] | np.ndarray) -> Runs:
 
 
 def narrowed(runs: Runs, first: int, last: int) -> Runs:
-    """Returns the runs of the indices at places [first, last) among all of `runs`: a box cut out of a share."""
+    """Returns the runs of the indices at places [first, last) among all of `runs`."""
     kept, at = [], 0
     for start, stop in runs:
         low, high = max(first - at, 0), min(last - at, stop - start)

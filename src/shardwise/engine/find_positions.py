@@ -244,11 +244,11 @@ def _nothing(
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = domain.without_space(task.spatial, len(plan.domain), batch, _names(batch))
-    elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
+    elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):  # a field?
         which = sequence.of_several(batch, samples, _names(batch)) if task.sequence is None else {}
         by_name = f"; Task(sequence={which}) says which of several dims of one size are positions" if which else ""
         reasons.append("domain= cuts space" + by_name.replace("'", '"'))
-    elif stopped and all(stopped.values()):
+    elif stopped and all(stopped.values()):  # each candidate has a remedy: the first one's
         reasons[0] += f" ({stopped[reasons[0]]})"
     return RefusedPlan(
         f"{axes}: no dim of the batch can be cut as a {what} (dp_shard deals samples): "

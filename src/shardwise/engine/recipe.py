@@ -306,7 +306,7 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
 def _prepare(module: nn.Module, blocks: Blocks, plan: Plan, notices: list[str]) -> None:
     """Let each block be recomputed and compiled, as the plan says.
 
-    Where weights or positions are cut the compiled one is what runs again.
+    Where weights or positions are cut, recompute is around the compiled forward; else it is compiled with it.
 
     notices  gets a line for blocks that are not compiled, now or in the step that finds them so
     """

@@ -267,7 +267,7 @@ def _choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> t
     by = " or ".join(dict.fromkeys(backwards))
     try:
         differs = again(asked)
-    except Untried as why:
+    except Untried as why:  # told and not refused: nothing was shown
         if backwards:
             notice = f"whether {by} gives other gradients for a rank's part of the samples was not tried: {why}"
             return [], [notice] if asked else []
