@@ -19,7 +19,7 @@ ALL = "all-linear"
 
 
 def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[str]:
-    """Returns the paths of the layers that the patterns name.
+    """Returns the paths of the layers to get adapters, which the patterns name.
 
     Raises `InputError` for a pattern that matches none, and for a layer that is narrower than the rank.
     """

@@ -56,14 +56,14 @@ class Writer:
             self._fail(self._given_up(f"its writer has ended ({error.strerror})"))
 
     def answered(self) -> str:
-        """Returns how the current save stands: "" while it goes on (or there is none), then "well" or "badly"."""
+        """Returns the state of the current save: "" while it runs (or without one), then "well" or "badly"."""
         assert self.process.stdout is not None
         if self.step is None or not (self._answer or select.select([self.process.stdout], [], [], 0)[0]):
             return ""
         return "badly" if self._read()["error"] else "well"
 
     def wait(self) -> None:
-        """Wait until nothing is under way. Raises `RunError` for what went wrong."""
+        """Wait until no save is being written. Raises `RunError` where it failed."""
         if self.step is None:
             return
         answer, self._answer = self._read(), None
@@ -81,7 +81,7 @@ class Writer:
         return self._answer
 
     def _given_up(self, why: str) -> str:
-        """Mark in the folder that this rank's part will not come, so that nobody waits for it; returns `why`."""
+        """Write into the folder that this rank's part will not come, so that no rank waits for it; returns `why`."""
         if self._work is not None:
             give_up(self._work, RunError(why), disk_of(self._work.folder))
         return why

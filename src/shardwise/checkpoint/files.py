@@ -117,7 +117,7 @@ class Disk:
 
 
 def must_be(path: Path, read_digest: str, written: str) -> None:
-    """Raises `RunError` where what reads back is not what was written."""
+    """Raises `RunError` where the digest read back is not the one that was written."""
     if read_digest != written:
         raise RunError(
             f"{path} reads back with digest {read_digest}, and {written} was written: the disk is not to be trusted"
@@ -147,7 +147,7 @@ class TensorEntry:
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Returns (the first bytes of a safetensors file with these (dtype, shape), name -> where the tensor's bytes go).
+    """Returns (first bytes of a safetensors file with these (dtype, shape) by name, {name: place of its bytes}).
 
     Tensors lie in order of their item's size, largest first, so that each is aligned to its items.
     """
@@ -169,7 +169,7 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
+    """Returns {name: entry} of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
     try:
         size = size_of(path)
         with path.open("rb") as file:
@@ -200,12 +200,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def begins_as_pickle(path: Path) -> bool:
-    """Returns whether a file begins as what torch.save writes: a zip archive, or a pickle of protocol 2 or later."""
+    """Whether a file begins as torch.save's do: as a zip archive, or a pickle of protocol 2 or later."""
     with path.open("rb") as file:
         return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
 
 
 def _entry(field: Mapping[str, Any], base: int) -> TensorEntry:
+    """Returns the entry of a header's field, with bytes counted from the file's start; `ValueError` if damaged."""
     shape, (begin, end) = tuple(field["shape"]), field["data_offsets"]
     # `type`, since JSON's true is an int to isinstance
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):

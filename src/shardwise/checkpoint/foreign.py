@@ -58,14 +58,14 @@ def write_folder(weights: Path, target: Path, key: str | None = None) -> list[Pa
 
 
 def is_foreign(path: Path) -> bool:
-    """Returns whether this is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
+    """Whether `path` is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
     if path.is_dir():
         return (path / METADATA).is_file()
     return path.is_file() and begins_as_pickle(path)
 
 
 def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a state dict by name, on the CPU.
+    """Returns {name: tensor on the CPU} of the state dict in a pickled file or folder.
 
     key   where the state dict lies in what was saved, such as "model"; None: it is all of it, or the only one in it
 
@@ -125,7 +125,7 @@ def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _state_dicts(value: Any, name: str) -> Any:
-    """Yields (place, tensors by name) of each table of names and tensors alone."""
+    """Yields (dotted place in `value`, {name: tensor}) of each nested dict that holds tensors alone."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return
     if all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
@@ -142,6 +142,7 @@ class _Describing(pickle.Unpickler):
     """Unpickler that makes torch's descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns the class or dtype that a pickle names, of a few that only describe; refuses all others as unsafe."""
         cls = None
         if (module, name) in _PLAIN:
             cls = super().find_class(module, name)
@@ -186,7 +187,7 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _described(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Returns (the folder's description, name -> that of each tensor), sizes and files checked."""
+    """Returns (the folder's metadata, {name: metadata of that tensor}), sizes and files checked."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:

@@ -130,7 +130,7 @@ def optimized(engine: Engine) -> dict[int, tuple[str, Piece, torch.Tensor]]:
 
 
 def weights(engine: Engine) -> Iterator[Holding]:
-    """Yields masters, frozen parameters and buffers."""
+    """Yields a `Holding` of each master, frozen parameter and buffer of which this rank has elements."""
     for name, (piece, master) in trained(engine).items():
         yield Holding(f"model/{name}", piece, master)
     for name, param in engine.module.named_parameters():
@@ -164,7 +164,7 @@ class ReadAgain:
 
 
 def state_dict_names(engine: Engine) -> dict[str, str]:
-    """Returns name in the module's `state_dict` -> key here; tied weights under each name, kept buffers alone."""
+    """Returns {name in the module's `state_dict`: key of a holding}; tied weights under each of their names."""
     keys = {id(param): f"model/{name}" for name, param in engine.module.named_parameters()}
     keys |= {id(buffer): f"buffer/{name}" for name, buffer in engine.module.named_buffers()}
     state = engine.module.state_dict(keep_vars=True)

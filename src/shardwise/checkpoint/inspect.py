@@ -57,7 +57,7 @@ def opened(path: str | Path) -> Stored:
 
 
 def summary(path: str | Path) -> dict[str, Any]:
-    """Returns a checkpoint's contents: step, plan, and for each kind of tensor their number, elements and bytes."""
+    """Returns a checkpoint's contents as JSON: step, plan, and by kind of tensor count, elements, bytes, pieces."""
     folder = find(path)
     content = manifest.read(folder)
     kinds: dict[str, dict[str, int]] = {}
@@ -88,7 +88,7 @@ def summary(path: str | Path) -> dict[str, Any]:
 
 
 def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
-    """Returns name in the module's `state_dict` -> name here. Of safetensors: the names themselves.
+    """Returns {name in the module's `state_dict`: name in `stored`}; of safetensors both are the same.
 
     ema   the moving average in the place of trained weights
     """
@@ -143,6 +143,7 @@ def convert(
 
 
 def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_bytes: int) -> list[str]:
+    """Write tensors as safetensors files of at most `file_bytes`, an index beside several; returns the files' names."""
     groups: list[dict[str, str]] = [{}]
     size_bytes = 0
     for name, key in names.items():
@@ -165,6 +166,7 @@ def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_byte
 
 
 def _write(stored: Stored, names: dict[str, str], path: Path) -> None:
+    """Write tensors as one safetensors file; `names`: {name in the file: name in `stored`}."""
     tensors = {name: stored.tensors[key] for name, key in names.items()}
     header, entries = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
 
@@ -191,7 +193,7 @@ def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
     """
     with opened(first_path) as first, opened(other) as second:
         names = [{name: name for name in stored.tensors} for stored in (first, second)]
-        if (first.manifest is None) != (second.manifest is None):
+        if (first.manifest is None) != (second.manifest is None):  # a checkpoint beside safetensors
             names = [state_dict_names(stored) for stored in (first, second)]
         rows = [
             {"name": name, "what": f"only in {first_path if name in names[0] else other}", "largest": None}
@@ -207,7 +209,7 @@ def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
 
 
 def _facts(first: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns rows for what is no tensor and differs: step, position in the data, the optimizer's numbers."""
+    """Returns rows (as `diff`) of differences that are no tensors: step, place in the data, the optimizer's numbers."""
     rows = []
     large = {"optimizer": "other numbers", "groups": "other options of its groups"}
     for key in ("step", "data", "engine", "optimizer_class", *large):

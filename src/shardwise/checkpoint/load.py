@@ -188,6 +188,7 @@ def _listed(what: str, names: list[str]) -> str:
 
 @torch.no_grad()
 def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> None:
+    """Read this rank's pieces of weights, averages, optimizer state and generators into the engine."""
     for child in engine.module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # else the next forward would use what was gathered before
@@ -211,6 +212,7 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
 
 
 def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> None:
+    """Read optimizer state, cut to this rank's pieces. `tree`: {parameter: {key: node}}, other state by `BESIDE`."""
     for key, node in tree.get(BESIDE, {}).items():
         engine.optimizer.state[key] = decoded(node, None, engine.device, near=False)
     for group in engine.optimizer.param_groups:
@@ -262,7 +264,7 @@ def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Matched:
-    """Names of this model that were loaded, those that the files lack (or have in another shape), and what is left."""
+    """Names of the model's tensors that were loaded, that files lack or have in another shape; files' unused names."""
 
     loaded: list[str]
     missing: list[str]
@@ -296,6 +298,7 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
     @torch.no_grad()
     def read() -> None:
+        """Read this rank's pieces of all tensors that fit, into owners' whole masters too."""
         for child in engine.module.modules():
             if isinstance(child, FSDPModule):
                 child.reshard()
@@ -312,7 +315,7 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
 
 def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
-    """Let a model with adapters find a plain model's weights, and those of a file of peft, by their names."""
+    """Rename in `names` a plain model's weights, and those of a file of peft, to those of a model with adapters."""
     for name in (*engine.state.all_names, *engine.state.frozen_names):
         plain, in_file = name.replace(".base_layer.", "."), f"base_model.model.{name.replace('.default.', '.')}"
         for other in (plain, in_file, in_file.removesuffix(".weight")):
@@ -321,7 +324,7 @@ def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
 
 
 def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
-    """Returns name for this model -> name in the files; of a checkpoint, weights and buffers alone."""
+    """Returns {name in this model, by `renames`: name in the files}; of a checkpoint, weights and buffers alone."""
     names: dict[str, str] = {}
     for key in stored.tensors:
         name = key

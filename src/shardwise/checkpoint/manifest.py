@@ -83,7 +83,7 @@ class Manifest:
         return sum(file.size_bytes for file in self.files.values())
 
     def content(self) -> dict[str, Any]:
-        """Returns the manifest as a value that JSON holds, without its digest."""
+        """Returns the manifest as JSON, without its digest: `fields`, "files" and "tensors" by name, their parts."""
         places = {name: place for place, name in enumerate(self.files)}
         return {
             **self.fields,
@@ -113,7 +113,7 @@ def canonical(value: Any) -> bytes:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """Returns the content of a file that `sealed` wrote. `InputError` naming what is wrong with it."""
+    """Returns the dict in a file that `sealed` wrote; `InputError` that names what is wrong with the file."""
     try:
         size = size_of(path)
         if size > MAX_BYTES:
@@ -159,6 +159,7 @@ def _check_size(path: Path, file: File) -> None:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
+    """Returns the manifest in a JSON file's content; raises `ValueError` for anything that a save would not write."""
     files = {}
     for name, row in content.pop("files").items():
         if not _FILE.fullmatch(name):

@@ -68,7 +68,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
 
 
 def _beside(key: Any, value: Any) -> Node:
-    """Returns the node of what an optimizer keeps under a name of its own, beside the state of weights."""
+    """Returns the node of state that an optimizer keeps under a key of its own, of no parameter."""
     try:
         if not isinstance(key, str):
             raise NoJson(f"a name of type {type(key).__name__}")
@@ -99,7 +99,7 @@ def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings:
 
 
 def _encoded_tensor(value: torch.Tensor, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
-    """Returns the node of a tensor: of the weight's shape, one number, or whole. `RefusedPlan` for one that is none."""
+    """Returns the node of a tensor that has the weight's shape, is one number, or is whole; else `RefusedPlan`."""
     if value.shape == master.shape:
         holdings.append(Holding(key, piece, value))
         return ["like", key]
@@ -124,7 +124,7 @@ def _exact(number: Any) -> Any:
 
 def plain_node(value: Any) -> Node:
     """Returns the node of a value without tensors of more than one element; `NoJson` for anything else."""
-    if isinstance(value, float):
+    if isinstance(value, float):  # in hexadecimal, which keeps every bit
         return ["float", value.hex()]
     if value is None or isinstance(value, bool | int | str):
         return ["plain", value]
@@ -135,7 +135,7 @@ def plain_node(value: Any) -> Node:
     if isinstance(value, dict):  # JSON would make text of its numbers
         pairs = [[plain_node(name), plain_node(item)] for name, item in value.items()]
         return ["counter" if isinstance(value, Counter) else "pairs", pairs]
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic):  # read back as a Python number
         return plain_node(value.item())
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return ["number", dtype_code("option", value.dtype), _exact(value.item()), list(value.shape), "any"]
@@ -143,7 +143,7 @@ def plain_node(value: Any) -> Node:
 
 
 def options_of(engine: Engine) -> Options:
-    """Returns the options of each param group as nodes; what has no form as JSON is left out."""
+    """Returns {option: node} of each param group; options that have no form as JSON are left out."""
     options: Options = []
     for group in engine.optimizer.param_groups:
         own: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str,
 
 
 def leaves(node: Node) -> Iterator[tuple[str, str]]:
-    """Yields ("like" or "whole", key) of each tensor of a node. `InputError` for what is no node."""
+    """Yields ("like" for the weight's shape, else "whole", key) of each tensor in a node; `InputError` for no node."""
     try:
         kind = node[0]
         if kind in ("like", "whole"):
@@ -245,6 +245,6 @@ def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]
 
 
 def _moved(group: dict[str, Any]) -> dict[str, Node]:
-    """Returns the options whose value is not the one that the group was made with."""
+    """Returns {option: node} of the group's options that have changed since it was made."""
     built = group["built"]
     return {key: node for key, node in group["options"].items() if key in built and node != built[key]}

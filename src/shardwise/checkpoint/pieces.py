@@ -126,7 +126,7 @@ def runs_of(indices: Sequence[int] | np.ndarray) -> Runs:
 
 
 def narrowed(runs: Runs, first: int, last: int) -> Runs:
-    """Returns the runs of the indices at places [first, last) among all of `runs`: a box cut out of a share."""
+    """Returns the runs of the indices at places [first, last) among all of `runs`."""
     kept, at = [], 0
     for start, stop in runs:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -189,7 +189,7 @@ def common_count(first: Piece, second: Piece) -> int:
 
 
 def copy_common(source: np.ndarray, source_piece: Piece, target: np.ndarray, target_piece: Piece) -> int:
-    """Copy what both pieces have from `source`, the elements of `source_piece`, to `target`, those of `target_piece`.
+    """Copy the elements that both pieces have from `source`, laid out as `source_piece`, to `target` as `target_piece`.
 
     Both arrays have one dim and contiguous elements. Returns how many elements were copied.
     """

@@ -60,12 +60,12 @@ class Work:
 
     @property
     def at(self) -> Path:
-        """Returns the folder that is being written."""
+        """Returns the path of the unfinished checkpoint's folder."""
         return self.folder / self.partial
 
 
 def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> None:
-    """Write this rank's file, and a JSON file that says what is in it."""
+    """Write this rank's file of tensors, and a JSON file that describes it."""
     name = rank_file(work.rank)
     disk.folder(work.at)
     path = work.at / name
@@ -113,7 +113,7 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
 
 
 def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Returns the description of each rank's part, by rank; waits until all parts are there."""
+    """Returns each rank's JSON description of its part, by rank; waits until all parts are there."""
     until = time.monotonic() + wait_s
     missing = set(range(work.ranks))
     contents: dict[int, dict[str, Any]] = {}
@@ -134,7 +134,7 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
 
 
 def _arrived(path: Path) -> dict[str, Any] | None:
-    """Returns the description of a rank's part; None before it is there (in a store: whole)."""
+    """Returns a rank's JSON description of its part; None before that is there (in a store: whole)."""
     if not path.exists():
         return None
     try:
@@ -242,7 +242,7 @@ def scan(folder: Path) -> list[Path]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Returns the names of what lies in a folder; [] where it cannot be read."""
+    """Returns the names in a folder; [] where it cannot be read."""
     own = getattr(folder, "names", None)  # of a place in a store
     try:
         return os.listdir(folder) if own is None else own()
@@ -285,18 +285,18 @@ def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
 
 
 def clear(folder: Path, disk: Disk) -> None:
-    """Remove what saves that did not end have left."""
+    """Remove folders of saves that never ended."""
     for path in under_way(folder) + ([] if is_remote(folder) else sorted(folder.glob("step-*.gone-*"))):
         disk.remove(path)
 
 
 def set_aside(path: Path, why: str, disk: Disk) -> Path:
-    """Rename a checkpoint so that no scan finds it: it is damaged, or of steps that are taken again."""
+    """Rename a checkpoint that is damaged or of steps taken again, so that no scan finds it; returns its new path."""
     return disk.withdraw(path, f"{why}-{os.urandom(2).hex()}")
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Read the files (each `parts`-th, from `part` on) and compare their digests; returns what is wrong."""
+    """Returns a sentence for each damaged file, by digests; of every `parts`-th file from `part` on."""
     try:
         content = manifest.read(folder)
     except InputError as error:

@@ -54,7 +54,7 @@ class ReplicasDiffer(RunError):
 
 
 class ReplicaCheck:
-    """Check that ranks which hold the same have equal bits. Every rank makes one and calls it at the same steps.
+    """Check that copies of tensors on several ranks have equal bits. Every rank makes one, called at the same steps.
 
     every   steps between the calls: in those steps, hashes are taken before the update too
     """
@@ -66,13 +66,14 @@ class ReplicaCheck:
         self.unlike: list[str] | None = None  # buffers that differed at the first check: ranks keep their own
 
     def before_update(self) -> AbstractContextManager[None]:
-        """Hash what modules compute with, in steps that are compared. For `Engine.around("update", ...)`."""
+        """Hash the tensors that modules compute with, in steps that are compared; returns an empty context, as
+        `Engine.around("update", ...)` asks."""
         if self._every is not None and (self.engine.steps_done + 1) % self._every == 0:
             self._before = hashes(self.engine, before=True)
         return nullcontext()
 
     def taken(self) -> Hashes:
-        """Returns hashes of this rank's tensors now, and of those before the update where asked for."""
+        """Returns {name: hash} of this rank's tensors now, and of those before the update where asked for."""
         taken, self._before = {**self._before, **hashes(self.engine)}, {}
         return taken
 
@@ -107,13 +108,13 @@ def _plain(key: str) -> str:
 
 
 def _used(engine: Engine) -> Iterator[Holding]:
-    """Yields what modules compute with: masters, buffers, and weights that are no masters."""
+    """Yields a `Holding` of each tensor that modules compute with: masters, buffers, weights that are no masters."""
     yield from weights(engine)
     yield from _used_beside(engine)
 
 
 def _used_beside(engine: Engine) -> Iterator[Holding]:
-    """Yields weights as the module computes with them, where those are no masters."""
+    """Yields a `Holding` of each weight that the module computes with and that is no master."""
     masters = {id(slot.master) for slot in engine.technique.slots}
     for name, param in engine.module.named_parameters():
         if name in engine.state.names and id(param) not in masters and not isinstance(param, DTensor):
@@ -134,7 +135,7 @@ def _blamed(wrong: HashesByRank) -> list[int]:
 def _message(
     wrong: HashesByRank, step: int, blamed: list[int], why: str = "the other ranks agree", more: str = ""
 ) -> str:
-    """Returns which tensors differ, on which rank where that is known, and `why`; `more`: what else was found out."""
+    """Returns the message: which tensors differ, on which ranks where that is known, and `why`; `more`: added to it."""
     keys = sorted(_plain(key) for key in wrong)
     names = ", ".join(f"'{key}'" for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     ranks = sorted(next(iter(wrong.values())))

@@ -71,15 +71,9 @@ class Saver:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        folder: str | Path,
-        *,
-        keep: int = 2,
-        background: bool = True,
-        ema: Ema | None = None,
+        self, engine: Engine, folder: str | Path, *, keep: int = 2, background: bool = True, ema: Ema | None = None,
         disk: Disk | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.engine, self.folder, self.keep, self.ema = engine, place(folder).absolute(), keep, ema
         self.background = background
         self.disk = disk or disk_of(self.folder)
@@ -175,7 +169,7 @@ class Saver:
         return Work(self.folder, partial, engine.steps_done, engine.rank, engine.world_size, tensors, whole, self.keep)
 
     def _settle(self, holdings: list[Holding]) -> None:
-        """Deal what is written over the ranks, where that is not known for this layout. Collective."""
+        """Decide which rank writes which tensors, once for each layout of holdings. Collective."""
         engine = self.engine
         mine = [[h.key, to_json(h.piece), h.piece.shape, h.dtype, h.alike] for h in holdings]
         text = json.dumps(mine)
@@ -257,7 +251,7 @@ class Saver:
 
     @property
     def _mark(self) -> str:
-        """Returns the name of a file that rank 0 makes for a moment, for others to see."""
+        """Returns the name of a file by which rank 0 shows for a moment that all ranks see one folder."""
         return f"meeting-{self.token}"
 
     def _not_shared(self) -> str:
@@ -302,7 +296,7 @@ class Saver:
         self._settle(self._state()[0])
 
     def answered(self) -> str:
-        """Returns how this rank's save stands: "" while it goes on (or there is none), then "well" or "badly"."""
+        """Returns the state of this rank's save: "" while it runs (or without one), then "well" or "badly"."""
         return "" if self._writer is None else self._writer.answered()
 
     def finish(self) -> None:
@@ -352,7 +346,7 @@ def _memory_file() -> int:
 
 
 def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int, int]]]:
-    """Returns for each rank what it writes: (key, dtype, first, last) of elements of its piece.
+    """Returns, for each rank, (key, dtype, first, last) of the elements of its pieces that it writes.
 
     everybody   for each rank [key, piece, shape, dtype, alike] of each tensor
     """

@@ -97,7 +97,7 @@ class Stored:
 
 
 def _into(view: memoryview, ranged: Callable[[int, int], bytes], at: int) -> int:
-    """Fill a view's beginning with what one request brings; returns how many bytes."""
+    """Fill a view's beginning with the bytes of one request, from `at` on; returns how many bytes came."""
     data = ranged(at, len(view))[: len(view)]
     view[: len(data)] = data
     return len(data)

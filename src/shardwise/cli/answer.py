@@ -71,7 +71,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Answer:
-    """What a command has found out so far; its fields are the JSON object."""
+    """A command's answer so far: text, exit code, and `fields`, the JSON object."""
 
     def __init__(self, args: list[str]) -> None:
         self.args, self.as_json = args, "--json" in args
@@ -101,7 +101,7 @@ class Answer:
 
 
 def _left_to_torchrun(message: str) -> bool:
-    """Hand the message to torchrun, which shows the first failing rank's once, at the end; False without torchrun."""
+    """Write the message where torchrun reads it, to show it once at the end; returns False without torchrun."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -111,7 +111,7 @@ def _left_to_torchrun(message: str) -> bool:
 
 
 class Ended(BaseException):
-    """SIGTERM arrived.
+    """Raised where SIGTERM has arrived.
 
     arrived   when, by the monotonic clock; None before
     raised    the exception that was raised for it, as long as anything holds it: modules that are being imported
@@ -186,7 +186,7 @@ def _instead(error: click.NoSuchOption, words: list[str]) -> str:
 
 
 def _as_a_key(error: click.NoSuchOption) -> str:
-    """Returns how to say an unknown option as a key of the plan or configuration; "" where nothing tells."""
+    """Returns advice to write an unknown option as a key of the plan or configuration; "" where no key fits."""
     if any(option.startswith(error.option_name) for option in error.possibilities or ()):  # the option's own name, cut
         return ""
     taken = {param.name for param in error.ctx.command.params} if error.ctx is not None else set()
@@ -204,7 +204,7 @@ def _as_a_key(error: click.NoSuchOption) -> str:
 
 
 def _key(name: str) -> str | None:
-    """Returns the key of a configuration that a word is, or that another tool's word stands for; None for others."""
+    """Returns the configuration's key that an option's name, perhaps another tool's, stands for; None for others."""
     from shardwise.config.effective import keys
 
     key = next((key for key in keys() if key.rpartition(".")[2] == name), None)
@@ -213,7 +213,7 @@ def _key(name: str) -> str | None:
 
 
 def _say_which(context: click.Context) -> str:
-    """The commands of a group."""
+    """Returns "say which: " with the commands of a group."""
     names = context.command.list_commands(context) if isinstance(context.command, click.Group) else []
     return f"say which: {', '.join(f'{context.command_path} {name}' for name in names)}"
 
@@ -252,7 +252,7 @@ def quiet_stdout(active: bool) -> Iterator[None]:
     sys.stdout.flush()
     try:
         number = sys.stdout.fileno()
-    except (io.UnsupportedOperation, AttributeError):
+    except (io.UnsupportedOperation, AttributeError):  # a stdout of Python alone, as a notebook's
         number = None
     kept = os.dup(number) if number is not None else None
     try:

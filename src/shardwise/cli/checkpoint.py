@@ -140,12 +140,12 @@ def convert(
 
 
 def _nearest(target: Path) -> Path:
-    """The folder above the target that is there."""
+    """Returns the nearest folder above the target that exists."""
     return next(above for above in target.absolute().parents if above.is_dir())
 
 
 def _read_foreign(path: Path, key: str | None, folder: Path) -> Path:
-    """The tensors of a file or folder that is a pickle, as safetensors in `folder`."""
+    """Write the tensors of a pickled file or folder as safetensors into `folder`; returns that file."""
     from safetensors.torch import save_file
 
     from shardwise.checkpoint.foreign import is_foreign, read

@@ -159,6 +159,7 @@ def plan_words(text: str) -> list[str]:
 
 
 def _plan_values(key: str, value: str) -> list[str]:
+    """Returns the values of a plan's key that begin with `value`; [] of a key without usual values."""
     from shardwise.layout.plan import CHOICES, DEGREES, FLAGS
 
     choices: tuple[str, ...] = ()

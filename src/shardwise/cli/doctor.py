@@ -119,6 +119,7 @@ def _versions() -> Iterator[Check]:
 
 
 def _environment() -> Iterator[Check]:
+    """Yields the variables that ranks read, secrets hidden, and the launcher that they tell of."""
     from shardwise.ranks import here
     from shardwise.ranks.launchers import LAUNCHERS
 
@@ -132,6 +133,7 @@ def _environment() -> Iterator[Check]:
 
 
 def _devices() -> Iterator[Check]:
+    """Yields each accelerator with its free memory, and whether they reach each other; the CPU without one."""
     import torch
 
     from shardwise.device import accelerator, device_count, device_name
@@ -187,6 +189,7 @@ def _shared_memory() -> Iterator[Check]:
 
 
 def _disk(folder: Path) -> Iterator[Check]:
+    """Yields the free space where runs are to go, and the time of a synced megabyte there."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir():
         yield Check("disk", f"{above} is a file", f"runs cannot go to {folder}, which lies below a file")
@@ -221,6 +224,7 @@ def _clock() -> Iterator[Check]:
 
 
 def _names() -> Iterator[Check]:
+    """Yields whether this host's name resolves to an address, and how long that takes."""
     name = socket.gethostname()
     began = time.perf_counter()
     try:
@@ -244,6 +248,7 @@ def _talking(plan: str | None) -> Iterator[Check]:
 
 
 def _two_ranks() -> Iterator[Check]:
+    """Yields whether two ranks start and add up numbers, and the time and rate of their all-reduce."""
     from shardwise.device import accelerator
     from shardwise.ranks import RankPool
 

@@ -24,12 +24,12 @@ TASK_HELP = """
 
 
 def where(function: Callable) -> Callable:
-    """Options that say on what and with which batch."""
+    """Decorator of a command: adds the options --cluster (required), --global-batch, --seq and others of a forecast."""
     return maybe_where(function, required=True)
 
 
 def maybe_where(function: Callable, *, required: bool = False) -> Callable:
-    """As `where`, for a command that has a use without a cluster too."""
+    """Decorator as `where`; --cluster is optional unless `required`."""
     options = (
         click.option(
             "--cluster", required=required,
@@ -61,7 +61,7 @@ def adapted(task: str, words: dict[str, Any]) -> Any:
 
 
 def failures(command: Any) -> Any:
-    """The options that tell of failures and what they cost."""
+    """Decorator of a command: adds the options on failures, their rate and what a restart and a checkpoint cost."""
     options = (
         click.option("--mtbf-hours", type=Number(min=1), help="Mean hours between failures of one device."),
         click.option("--restart-s", type=Number(min=0), default=300.0, show_default=True, help="Seconds to restart."),
@@ -78,14 +78,10 @@ def failures(command: Any) -> Any:
 
 
 def subject_and_batch(
-    task: str,
-    cluster: Cluster,
-    words: dict[str, Any],
-    precision: str,
-    plan: Plan | None = None,
+    task: str, cluster: Cluster, words: dict[str, Any], precision: str, plan: Plan | None = None,
     say: Callable[[str], None] | None = None,
-) -> tuple[Subject, str]:
-    """What the planner needs to know about TASK, and its batch in words."""
+) -> tuple[Subject, str]:  # fmt: skip
+    """Returns (the planner's `Subject` of TASK, its batch in words)."""
     from shardwise.planner.door import is_shape, subject_of
 
     subject = subject_of(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _goodput(
     words: dict[str, Any], forecast: Any, subject: Any, plan: Any, cluster: Cluster
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns (share of time that is progress when devices fail, with intervals; the same as lines of text)."""
+    """Returns (JSON: the share of time that is progress when devices fail, intervals of checkpoints; lines of text)."""
     from shardwise.planner.door import layout_of
     from shardwise.simulator import goodput
 
@@ -295,7 +295,7 @@ def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
 
 
 def _idle(ranks: int, devices: int) -> list[str]:
-    """Returns what to say of devices that the plan leaves out."""
+    """Returns [a line on devices that the plan leaves unused]; [] where it uses all."""
     return (
         [f"the plan has {ranks:,} ranks: {devices - ranks:,} of {devices:,} devices stand idle"]
         if ranks < devices
@@ -304,7 +304,7 @@ def _idle(ranks: int, devices: int) -> list[str]:
 
 
 def _communicators(answer: Answer, plan: Plan) -> list[str]:
-    """Returns a line that tells of a rank's communicators; [] for one rank."""
+    """Returns [a line on a rank's communicators and their bytes]; [] for one rank."""
     from shardwise.layout.communicators import COMMUNICATOR_BYTES, communicators
 
     made = communicators(plan)

@@ -192,7 +192,7 @@ def _job(
 def _command(
     target: str, arguments: tuple[str, ...], effective: Effective | None, plan: Plan, out: str
 ) -> tuple[str, ...]:
-    """Returns what each rank runs; a run lies in a folder of the job's own, in which it goes on."""
+    """Returns the command line that each rank runs; a run gets the folder `out` of its own, in which it resumes."""
     if effective is None:
         return ("python", target, *arguments)
     return (
@@ -201,7 +201,8 @@ def _command(
 
 
 def _setup(asked: str | None, engine: str) -> str:
-    """Returns the line before the ranks: as asked, else this virtual environment's where hosts share its folder."""
+    """Returns a shell line to run before the ranks: `asked`, else this virtual environment's activation where hosts
+    share its folder, else ""."""
     if asked is not None:
         return asked
     script = Path(sys.prefix) / "bin" / "activate"

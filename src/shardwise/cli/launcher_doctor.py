@@ -16,7 +16,7 @@ ROUNDS = ((SMALL, 20), (LARGE, 4))
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, what was found, and what to do where it is not well."""
+    """One check of the doctor: `what` was looked at, what was `found`, and, where it is bad, the `problem` and cure."""
 
     what: str
     found: str

@@ -270,7 +270,7 @@ def call(args: list[str]) -> int:
 
 
 def _written(text: str) -> bool:
-    """Write the answer to stdout; returns False where it takes none, which is told. A reader that has gone is content.
+    """Write the answer to stdout; returns False, with a message, where that fails other than by a closed pipe.
 
     What Python would write there at its end goes nowhere then.
     """
@@ -317,7 +317,7 @@ def _told_unless_ended(unraisable: Any) -> None:
 
 
 def run() -> None:
-    """The console script."""
+    """Run the command line of this process and exit with its code: the console script."""
     _open_streams()
     unbroken_stderr()
     signal.signal(signal.SIGTERM, end)

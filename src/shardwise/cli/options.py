@@ -27,7 +27,7 @@ class Number(click.FloatRange):
 
 
 def output_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """The path of a file to write, refused before the work where it cannot be, or where another's file lies there."""
+    """Returns the path of a file to write; `InputError`, before any work, where it cannot be, or is another's file."""
     if path is None:
         return None
     path = os.path.expanduser(path)
@@ -60,26 +60,26 @@ def write(path: str | Path, text: str) -> None:
 
 
 def given(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
-    """The text as it was given, refused where nothing is: a variable of the shell that was never set."""
+    """Returns an option's text with ~ expanded; `InputError` for an empty one (a shell variable that was never set)."""
     if text is not None and not text.strip():
         raise InputError(f"{_named(parameter)} is empty: give it its value, or leave it out")
     return text and at_home(text)
 
 
 def _named(parameter: click.Parameter) -> str:
-    """`--plan`, or `PLAN` of an argument."""
+    """Returns a parameter's name on the command line: `--plan`, or `PLAN` of an argument."""
     return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
 def given_plan(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
-    """The plan as it was given, refused where nothing is: a variable of the shell that was never set."""
+    """Returns a plan's text with ~ expanded; `InputError` for an empty one (a shell variable that was never set)."""
     if text is not None and not text.strip():
         raise InputError(f"{_named(parameter)} is empty: give a plan, such as dp_shard=2,zero=3, or single")
     return text and at_home(text)
 
 
 def common(function: Callable) -> Callable:
-    """The options that every command has; `Answer` reads them from the words, so they work in bad ones too."""
+    """Decorator: adds the options that every command has. `Answer` reads them itself, so they work in bad lines too."""
     for name, text in (
         ("--traceback", "Show the whole traceback of a failure."),
         ("--json", "Write exactly one JSON object to stdout, whatever happens; all else goes to stderr."),

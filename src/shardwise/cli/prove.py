@@ -103,7 +103,7 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
 
 
 def _code(parity: Any) -> int:
-    """Returns the exit code of a proof."""
+    """Returns the exit code of a proof: 0 where equal, 1 where not or not proven, 3 where refused."""
     return RefusedPlan.exit_code if parity.refused else 0 if parity.parity else 1
 
 
@@ -132,7 +132,7 @@ def launcher_ranks() -> Iterator[tuple[Any, int | None]]:
 
 
 def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[str, Any], pool: Any) -> Any:
-    """Returns the `Parity` of what the target is: a configuration, a script, or else a task."""
+    """Returns the `Parity` of the target: a configuration, a script, or else a task."""
     if target.endswith(".toml") or _is_model(Path(target)):
         _refuse(words, arguments, "a configuration", "thorough", "device", "backend", "epochs", "against", "nproc",
                 "one", "cwd", "check_order")  # fmt: skip
@@ -148,32 +148,20 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
     if is_script(target):
         if pool is not None:
             raise InputError("verify: a script's ranks are started by verify itself: call it alone, without a launcher")
-        _refuse(
-            words,
-            (),
-            "a script",
-            "data",
-            "overrides",
-            "seed",
-            "shrink",
-            "thorough",
-            "clip_norm",
-            "device",
-            "backend",
-            "check_order",
-        )
+        _refuse(words, (), "a script", "data", "overrides", "seed", "shrink", "thorough", "clip_norm", "device",
+                "backend", "check_order")  # fmt: skip
         return _prove_script(answer, target, arguments, words)
     _refuse(words, arguments, "a task", "data", "epochs", "against", "nproc", "one", "cwd")
     return _prove_task(answer, target, words, pool)
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it is a checkpoint folder of transformers."""
+    """Whether `folder` is a checkpoint folder of transformers."""
     return (folder / "config.json").is_file() and not is_run(folder)
 
 
 def is_script(target: str) -> bool:
-    """Whether the word names a Python file that is to be run: one that calls `prepare`, or has no tasks in it."""
+    """Whether `target` names a Python file to run as a script: one that calls `prepare`, or defines no tasks."""
     if not target.endswith(".py"):
         return False
     from shardwise.task_files import calls_prepare, defines_task
@@ -208,6 +196,7 @@ def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words
 
 
 def _prove_task(answer: Answer, task: str, words: dict[str, Any], pool: Any) -> Any:
+    """Returns the `Parity` of a task under --plan."""
     from shardwise.layout import Plan, check
 
     adapted = with_adapters(task, words["overrides"], "verify")
@@ -235,6 +224,7 @@ def _number(steps: int | str | None, what: str) -> int | None:
 
 
 def _prove_run(answer: Answer, target: str, words: dict[str, Any], pool: Any) -> Any:
+    """Returns the `Parity` of a run by its configuration, or by a folder of transformers with --data."""
     from shardwise.config import Given, load
 
     if words["shrink"]:

@@ -82,7 +82,7 @@ def run(
             )  # fmt: skip
     except ShardwiseError as error:
         trace = getattr(error, "remote_traceback", "")
-        if not trace:
+        if not trace:  # no rank raised: a hang, whose stacks go first so that its cause is read last
             stacks, message = stacks_first(str(error))
             if stacks:
                 click.echo(stacks, err=True)
@@ -98,7 +98,7 @@ def run(
 
 
 def _profiled(steps: str, script: Path) -> Callable[[], None]:
-    """Returns what raises, after the script's run, where these steps were not profiled."""
+    """Returns a function to call after the script's run, which raises `RunError` where no steps were profiled."""
     from shardwise.observe.profile_steps import FOLDER, read_steps_of_script
 
     traces, stop = Path(FOLDER, "rank0.json"), read_steps_of_script(steps).stop
@@ -115,7 +115,7 @@ def _profiled(steps: str, script: Path) -> Callable[[], None]:
 
 
 def _written(path: Path) -> float:
-    """When a file was last written, in seconds; 0 where there is none."""
+    """Returns when a file was last written, in seconds since the epoch; 0 for no file."""
     return path.stat().st_mtime if path.is_file() else 0.0
 
 
@@ -133,7 +133,7 @@ def _prove(answer: Answer, script: str, arguments: tuple[str, ...]) -> None:
 
 
 def _refuse_no_python(path: Path) -> None:
-    """What no rank could begin to run, told once and before any is started."""
+    """Raise `InputError` for a script that Python cannot compile, or a notebook, before any rank is started."""
     if path.suffix == ".ipynb":
         raise InputError(f"run: {path} is a notebook: save it as a script (jupyter nbconvert --to script {path})")
     try:
@@ -145,5 +145,5 @@ def _refuse_no_python(path: Path) -> None:
 
 
 def _devices() -> int:
-    """GPUs of this machine, counted by their device files so that torch is not imported; two ranks without any."""
+    """Returns the number of GPUs, by their device files, so that torch is not imported; 2 (CPU ranks) without any."""
     return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2

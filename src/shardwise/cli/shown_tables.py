@@ -15,7 +15,7 @@ MEANING = {
 
 
 def cuts_table(ranks: int, rows: list[dict[str, Any]], totals: dict[str, Any]) -> str:
-    """The cuts of tensor parallelism, as a table and a summary."""
+    """Returns the cuts of tensor parallelism as text: a table and a summary."""
     width = max(len(row["parameter"]) for row in rows)
     lines = [f"{'parameter':<{width}}  {'shape':<16}  {'cut':<15}  {'dim':>3}  on each rank"]
     for row in rows:
@@ -39,7 +39,7 @@ def cuts_table(ranks: int, rows: list[dict[str, Any]], totals: dict[str, Any]) -
 
 
 def ranks_table(rows: list[dict[str, Any]], leaving: list[str], most: int = 64) -> str:
-    """Ranks, nodes, devices and coordinates; the first `most` ranks."""
+    """Returns a table of ranks, nodes, devices and coordinates as text, of the first `most` ranks."""
     axes = [key for key in rows[0] if key not in ("rank", "node", "device")]
     used = [axis for axis in axes if any(row[axis] for row in rows)] or axes[-1:]
     columns = ["rank", "node", "device", *used]

@@ -16,7 +16,7 @@ OBJECTS = 10_000
 
 @contextmanager
 def waiting(answer: Answer, text: str) -> Iterator[Say]:
-    """Context: as `timing` of a command, whose first part is `text`: import what takes long inside of it."""
+    """Context: yields `say`, which reports what the command does next, first `text`; slow imports go inside."""
     gc.set_threshold(OBJECTS)
     with timing(not answer.as_json, text) as say:
         yield say

@@ -23,7 +23,7 @@ LINK = r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?"  # kind, number, ports that a node
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """Returns the rows of a packaged CSV file."""
+    """Returns the rows of a packaged CSV file, each {column: text}."""
     text = (resources.files("shardwise.cluster") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
@@ -78,7 +78,7 @@ def device(name: str) -> tuple[Device, Tier]:
 
 
 def host_of(name: str, count: int) -> Node:
-    """Returns what a host of `count` such devices has: a published one's, or its part where that has more devices."""
+    """Returns memory and disk of a host of `count` such devices: a published host's, or a share of that by devices."""
     row = _hosts().get(name)
     if row is None:
         return Node()
@@ -110,8 +110,8 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     """Returns a tier of `count` units of `below` devices each, joined by a named link.
 
     `ib-400`, `roce-200`, `efa-400`, `eth-100` are Gb/s for each device; `ib-400x4` are 4 ports of a unit that all its
-    devices share; `nvlink-72` is a domain of up to 72 devices at
-    the rate of the device's own link. Raises `InputError` for unknown names, and for domains of more devices.
+    devices share; `nvlink-72` is a domain of up to 72 devices at the rate of the device's own link (`own`). Raises
+    `InputError` for unknown names, and for domains of more devices.
     """
     rows = _links()
     match = re.fullmatch(LINK, name.lower())
@@ -179,7 +179,7 @@ def model_names() -> list[str]:
 
 
 def model(name: str) -> dict[str, str]:
-    """Returns a row of the model catalogue; an unknown name raises `InputError` with the nearest known one."""
+    """Returns {column: text}, a model's row of the catalogue; `InputError`, with the nearest, for an unknown one."""
     rows = _models()
     name = ALSO.get(key_of(name), name)
     if name.lower() in rows:
@@ -201,5 +201,5 @@ def _configurations() -> dict[str, dict[str, Any]]:
 
 
 def configuration(name: str) -> dict[str, Any] | None:
-    """Returns what transformers' configuration of a packaged model that is no decoder says; None for other names."""
+    """Returns transformers' configuration, as a dict, of a packaged model that is no decoder; None for other names."""
     return next((keys for full, keys in _configurations().items() if key_of(full) == key_of(name)), None)

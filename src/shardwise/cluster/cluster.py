@@ -138,7 +138,7 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns ranks inside one unit of each tier, cumulative: (8, 128) for 16 nodes of 8."""
+        """Returns how many ranks one unit of each tier has, innermost first: (8, 128) for 16 nodes of 8."""
         out, size = [], 1
         for tier in self.tiers:
             size *= tier.count
@@ -222,6 +222,7 @@ class Cluster:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields as TOML and JSON hold them: figures as tables, rows as lists; empty ones left out."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Figure):
@@ -235,7 +236,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) -> tuple:
-    """Returns a list of measured rows, every number of them above 0, or 0 too where `nothing` may be."""
+    """Returns measured rows as tuples with cells of `kinds`, numbers above 0, or 0 too where `nothing`; else raises."""
     if not isinstance(raw, list):
         raise InputError(f"{where} must be a list of rows, got {raw!r}")
     out = []
@@ -279,6 +280,7 @@ def _need(where: str, data: dict[str, Any], key: str) -> Any:
 
 
 def _device(where: str, data: dict[str, Any]) -> Device:
+    """Returns the device in a table of a cluster's file; `InputError`, naming `where`, for missing or unknown keys."""
     _only(where, data, tuple(f.name for f in fields(Device)))
     values: dict[str, Any] = {}
     for f in fields(Device):

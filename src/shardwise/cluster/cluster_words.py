@@ -54,13 +54,13 @@ def parse(text: str) -> Cluster:
 
 
 def in_words(cluster: Cluster) -> str:
-    """Returns the cluster's text, its devices counted, and what each link between nodes is: Gb/s, and whose."""
+    """Returns the cluster as text, with its number of devices and the Gb/s of each link between nodes."""
     links = [link_words(tier.name, below) for tier, below in zip(cluster.tiers[1:], cluster.sizes, strict=False)]
     return f"{cluster} ({'; '.join([f'{cluster.world_size} devices', *filter(None, links)])})"
 
 
 def _with_words(words: Iterable[str], node: Node) -> Node:
-    """Returns the node with what words such as `host-1.5tb`, `disk-20tb` and `disk-12gb/s` say."""
+    """Returns the node with figures from words such as `host-1.5tb`, `disk-20tb` and `disk-12gb/s`."""
     for word in words:
         match = re.fullmatch(r"(host|disk)-(\d+(?:\.\d+)?)(gb|tb|gb/s)", word.lower())
         if not match or float(match[2]) <= 0 or match[1] + match[3] == "hostgb/s":

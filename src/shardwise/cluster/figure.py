@@ -43,5 +43,5 @@ class Figure:
         return cls(float(raw), str(kind), str(source))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the TOML and JSON form."""
+        """Returns {"value", "kind", "source"}, for TOML and JSON."""
         return {"value": self.value, "kind": self.kind, "source": self.source}

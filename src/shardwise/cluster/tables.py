@@ -17,7 +17,7 @@ from shardwise.cluster.catalogue import read
 
 @dataclass(frozen=True, eq=False)
 class GemmTable:
-    """bf16 matrix products (m, k) x (k, n) on one device: grid points and TFLOP/s."""
+    """Measured bf16 products (m, k) x (k, n) on one device: sizes of a grid, and TFLOP/s at each of its points."""
 
     name: str
     m: tuple[int, ...]
@@ -53,7 +53,7 @@ class GemmTable:
         return rate * small  # below the grid the time stays: the product is bound by its latency
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Returns seconds of one product."""
+        """Returns the seconds of one product (m, k) x (k, n)."""
         return 2.0 * m * n * k / (self.tflops(m, n, k) * 1e12)
 
 
@@ -133,12 +133,12 @@ class BetweenTable:
 
 
 def _outside(grid: Iterable[int], value: int, near: int) -> int:
-    """Returns the size to which a figure at grid point `near` is scaled: `value` beyond the grid, else `near`."""
+    """Returns the size at which a figure is taken: `value` beyond the grid, else the grid point `near`."""
     return near if min(grid) <= value <= max(grid) else value
 
 
 def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: tuple[int, int]) -> float:
-    """Microseconds over `wanted` (nodes, ranks of each), from those over `measured`; `least`: of a small message."""
+    """Returns us over `wanted` (nodes, ranks of each), from `us` over `measured`; `least`: us of a small message."""
     if wanted == measured:
         return us
     wait = min(least, us)
@@ -148,6 +148,7 @@ def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: t
 
 
 def _read(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Returns microseconds at a size: between points in logarithms, by bytes beyond the last, the first's below."""
     first, last = points[0], points[-1]
     if size <= first[0]:
         return first[1]
@@ -171,7 +172,7 @@ def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype:
 
 @dataclass(frozen=True, eq=False)
 class OpTable:
-    """Ops other than products: name -> ((bytes or FLOPs, microseconds), ...)."""
+    """Measured ops other than products: name -> ((bytes or FLOPs, microseconds), ...)."""
 
     times: dict[str, tuple[tuple[float, float], ...]]
 

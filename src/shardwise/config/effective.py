@@ -75,7 +75,7 @@ class Effective:
         return self.sources.get(key, DEFAULT)
 
     def is_set(self, key: str) -> bool:
-        """Whether the key was set anywhere."""
+        """Whether any source set the key."""
         return key in self.sources
 
 
@@ -131,7 +131,7 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
     """Returns (checked sections or None, notes, values without those that a stronger source made idle)."""
     config = _parse(items, problems)
     notes: list[str] = []
-    while config is not None and (idle := _overruled(config, items)):
+    while config is not None and (idle := _overruled(config, items)):  # without these, others may be idle too
         notes += idle.values()
         items = [item for item in items if item.key not in idle]
         config = _parse(items, problems)
@@ -154,6 +154,7 @@ def _validate(items: list[Given], problems: list[str]) -> tuple[Config | None, l
 
 
 def _parse(items: list[Given], problems: list[str]) -> Config | None:
+    """Returns the checked sections; None, with each mistake in `problems`, where any value is wrong."""
     sources = _sources(items)
     name = {item.key: item.value for item in items}.get("task.name", next(iter(BUILTINS)))
     try:
@@ -186,7 +187,7 @@ def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
 
 
 def _tree(items: list[Given], problems: list[str]) -> dict[str, Any]:
-    """Returns the values as nested tables."""
+    """Returns the values as nested dicts, by the parts of their dotted keys; mistakes go into `problems`."""
     tree: dict[str, Any] = {}
     for item in items:
         *tables, leaf = item.key.split(".")
@@ -210,6 +211,7 @@ def _source_below(key: str, sources: dict[str, str]) -> str:
 
 
 def _expected(key: str, mistake: dict[str, Any]) -> str:
+    """Returns what was expected in a value's place, as text, for one of pydantic's `mistake`s."""
     if mistake["type"] == "extra_forbidden":
         return "unknown key" + _nearest(key, mistake["input"])
     if mistake["type"] == "model_type":
@@ -225,7 +227,7 @@ def _expected(key: str, mistake: dict[str, Any]) -> str:
 
 
 def _nearest(key: str, value: Any) -> str:
-    """Returns a hint at the key that was meant: a similar one in the same table, else in another.
+    """Returns a hint, as text, at the key that was meant: a similar one in the same table, else in another.
 
     value   of the key: a table of one key where a point stands for another sign (`checkpoint.every`)
     """
@@ -236,6 +238,7 @@ def _nearest(key: str, value: Any) -> str:
         if its_leaf not in by_leaf or its_table == table:
             by_leaf[its_leaf] = name
     inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
+    # most specific first: a dot for an underscore, another library's word, a misplaced key, then spelling
     if (joined := f"{key}_{inner}".replace(".", "_")) in by_leaf:
         return f"; did you mean '{by_leaf[joined]}'?"
     if (other := key_of(leaf)) is not None:
@@ -290,6 +293,7 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
 
 
 def _inconsistent_model(task: str, model: ModelSizes) -> list[tuple[str, str]]:
+    """Returns (key, problem) of sizes of [task.model] that do not divide each other."""
     problems = []
     if model.hidden and model.heads and model.hidden % model.heads:
         problems.append(("task.model.hidden", f"expected a multiple of task.model.heads = {model.heads}"))

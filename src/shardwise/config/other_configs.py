@@ -191,6 +191,7 @@ def _distributed_optimizer(made: Translation, value: Any) -> str:
 
 
 def _distributed(made: Translation, value: Any) -> str:
+    """Take Accelerate's distributed_type over into `made`; returns the sentence on that key."""
     if value == "NO":
         made.ranks = made.ranks or 1
         return "one process"
@@ -345,6 +346,7 @@ def _unsaid(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _translated(made: Translation, key: str, value: Any) -> str:
+    """Take one key of the file over into `made`; returns the sentence on what it came to."""
     if value == "auto":
         return AUTO
     if value is None:
@@ -359,6 +361,7 @@ def _translated(made: Translation, key: str, value: Any) -> str:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
+    """Returns the keys and values of a JSON or YAML file; `InputError` where it is neither."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

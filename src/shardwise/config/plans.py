@@ -59,6 +59,7 @@ def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
 
 
 def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
+    """Yields a `Given` for each "key=value" of a plan's text; mistakes go into `problems`."""
     missing = missing_comma(text)
     if missing is not None:
         problems.append(problem(source, "plan", text, missing))
@@ -84,6 +85,7 @@ def _typed(key: str, text: str) -> Any:
 
 
 def _complaint(key: str, value: Any) -> str | None:
+    """Returns what is wrong with a key of a plan or its value; None where nothing is."""
     if key not in KNOWN:
         return f"unknown key{nearest_key(key, str(value))}"
     expected = _expected(key, value)

@@ -59,7 +59,7 @@ Count = Annotated[int, BeforeValidator(count)]
 
 
 def _one_or_more(value: Any) -> Any:
-    """Returns a list of words as it is, and of one text its words between commas."""
+    """Returns a list of words: of one text those between commas, anything else as it is."""
     return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
@@ -73,7 +73,7 @@ def _renaming(value: str) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Returns a list as it is, and one path (which may hold commas) as a list."""
+    """Returns a list: of one path (which may hold commas) as [path], anything else as it is."""
     return [value] if isinstance(value, str) else value
 
 
@@ -100,7 +100,7 @@ class ModelSizes(Section):
 
 
 class TaskSection(Section):
-    """[task]: what is trained."""
+    """The section [task]: which task is trained."""
 
     name: str = Field(
         default="text",
@@ -315,7 +315,7 @@ class Unused(NamedTuple):
 
 
 def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
-    """Returns the keys that this configuration would not use, and why. `set_keys`: the keys that were set."""
+    """Returns {key that this configuration does not use: why}. `set_keys`: the keys that were set."""
     by_task = _task_without_effect(config.task.name)
     if not config.task.files:
         by_task.setdefault("task.tokenizer", "task.files is not set")
@@ -332,7 +332,7 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
         unused[key] = Unused("the constant schedule does not decay", "schedule.name")
     for key in _DECAY[1:] if schedule.name in ("cosine", "linear") else ():
         unused[key] = Unused(f"{schedule.name} decays over all steps after the warm-up", "schedule.name")
-    if train.checkpoint_every is not None:
+    if train.checkpoint_every is not None:  # steps take the place of minutes
         unused["train.checkpoint_minutes"] = Unused("train.checkpoint_every is set", "train.checkpoint_every")
     if train.checkpoint_every == 0:
         for key in ("train.checkpoint_keep", "train.checkpoint_background"):
@@ -342,6 +342,7 @@ def without_effect(config: Config, set_keys: set[str]) -> dict[str, Unused]:
     if train.eval_every == 0:
         for key in ("train.eval_samples", "train.keep_best"):
             unused[key] = Unused("train.eval_every is 0", "train.eval_every")
+    # of two keys for one thing, a set one makes the other's default void; both set is a mistake of either
     for key, other in EXCLUSIVE:
         if {key, other} <= set_keys:
             unused[key] = Unused(f"{other} is set too: give one of them", other)
@@ -366,6 +367,7 @@ def is_folder(name: str) -> bool:
 
 
 def _task_without_effect(name: str) -> dict[str, str]:
+    """Returns {key: why this task does not read it}."""
     if name == "text":
         return {"task.model.patch": "the text model has no patches"}
     only_text = {

@@ -21,7 +21,7 @@ TABLES = (*SECTIONS, "task.model")
 
 
 class Given(NamedTuple):
-    """One value that was set: its dotted key, and where."""
+    """One value that was set: its dotted key, its source, and the folder for paths in it."""
 
     key: str
     value: Any
@@ -66,12 +66,12 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
 
 
 def located(item: Given) -> Given:
-    """Returns a value with its paths made absolute, relative to the file that holds them; `~` is the home folder."""
+    """Returns a `Given` whose paths are absolute, from the folder of the file that has them; `~` is the home folder."""
     if isinstance(item.value, str):
         item = item._replace(value=at_home(item.value))
     elif isinstance(item.value, list):
         item = item._replace(value=[at_home(word) if isinstance(word, str) else word for word in item.value])
-    if item.key == "task.name":
+    if item.key == "task.name":  # a name, or a path of which only the file's part is relative
         return _beside(item)
     if item.key not in PATHS:
         return item
@@ -91,6 +91,7 @@ def _beside(item: Given) -> Given:
 
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Returns a TOML file's tables, {} with a problem noted. `seen`: files that extend this one, to find a circle."""
     extended_by = f" (which {seen[-1]} extends)" if seen else ""
     if path.resolve() in [p.resolve() for p in seen]:
         chain = " -> ".join(str(p) for p in (*seen, path))
@@ -110,7 +111,7 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, 
 
 
 def _other_than_toml(path: Path) -> str:
-    """Returns what a file that is no TOML looks like, as the end of a message; "" where nothing tells."""
+    """Returns the end of a message that says what a file that is no TOML looks like (YAML, JSON); "" where unknown."""
     lines = [line.partition("#")[0].rstrip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     if any(re.fullmatch(r"[\w.-]+:(\s.*)?", line) for line in lines):
         return "; it looks like YAML: a section is [train], a key steps = 3 (shardwise config --starter)"
@@ -167,7 +168,7 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
 
 
 def _value(text: str) -> Any:
-    """Returns the TOML value; the text itself where it is no TOML (a bare word) or a date."""
+    """Returns the value of a text read as TOML; the text itself for a bare word or a date."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

@@ -40,6 +40,7 @@ def _with_defaults(builtin: str) -> Config:
 
 
 def _starter_section(name: str, section: BaseModel) -> list[str]:
+    """Returns the lines of a section and its tables, each key commented out with its default and meaning."""
     lines = [f"[{name}]"]
     tables = []
     for key, field in type(section).model_fields.items():
@@ -80,6 +81,7 @@ def show(effective: Effective) -> str:
 
 
 def _section(name: str, section: BaseModel, effective: Effective, unused: dict[str, str]) -> Iterator[str]:
+    """Yields the lines of a section in force, each value with its source, unused keys commented out."""
     tables = []
     yield f"[{name}]"
     for key in type(section).model_fields:

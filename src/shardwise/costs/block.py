@@ -62,7 +62,7 @@ def host_seconds(device: Device, software: Software) -> float:
 
 @dataclass
 class BlockTimes:
-    """Seconds of compute of one part for one micro-batch, what it communicates, and what the host takes for both."""
+    """Seconds of compute of a layer, an embedding or a head for one micro-batch, its messages, the host's seconds."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -82,7 +82,7 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """One layer of `shape` under `layout`, on `kernels`, as `software` runs it."""
+    """Computes the times of one layer of `shape` under `layout`, on `kernels`, as `software` runs it."""
 
     shape: Shape
     layout: Layout
@@ -107,7 +107,7 @@ class BlockCosts:
         return times
 
     def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
-        """Returns what full recompute runs again of a layer: (seconds, messages)."""
+        """Returns (seconds, messages) of what full recompute runs again of a layer."""
         s, lay = self.shape, self.layout
         early = self.software.stops_early and not s.dropout  # else what follows the last product keeps a tensor
         if not early or (s.experts and not self.software.weighs_first):
@@ -249,13 +249,13 @@ class BlockCosts:
         return self.kernels.stream(size_bytes, kernels * (1 if self.software.fused else 2))
 
     def _moved(self, elements: Mapping[str, float]) -> tuple[float, float]:
-        """Returns the bytes that (forward, backward) move; `elements`: element counts by what is done with them."""
+        """Returns (bytes that forward moves, bytes of backward); `elements`: {kind of elementwise op: count}."""
         passes = {name: MOVED[name][0 if self.software.fused else 1] for name in elements}
         forward, backward = (sum(passes[name][way] * count for name, count in elements.items()) for way in (0, 1))
         return forward, backward
 
     def _norms(self) -> tuple[float, float]:
-        """Returns seconds of norms and of two residual additions, with dropout where there is one."""
+        """Returns seconds (forward, backward) of norms and of two residual additions, with dropout if any."""
         s, lay = self.shape, self.layout
         whole = lay.tokens / (lay.tp if lay.sp else 1) * s.hidden
         latent = lay.tokens * (s.q_latent + s.kv_latent)
@@ -272,7 +272,7 @@ class BlockCosts:
         return self._stream(forward, 4 + more), self._stream(backward, 6 + more)
 
     def _rotary(self) -> tuple[float, float]:
-        """Returns seconds of rotary embeddings, and of repeating keys and values where the software does that."""
+        """Returns seconds (forward, backward) of rotary embeddings, and of repeating keys and values for heads."""
         s, lay = self.shape, self.layout
         turned = 0.0 if s.learned_positions else s.query_width + s.kv_heads * s.head_dim
         copied = s.query_width + s.output_width if self.software.repeats_keys and s.kv_heads < s.heads else 0.0
@@ -283,7 +283,7 @@ class BlockCosts:
         return self._stream(forward, 2), self._stream(backward, 2)
 
     def _feed_forward_stream(self) -> tuple[float, float]:
-        """Returns seconds of the activation, and of what moves rows to their experts and back."""
+        """Returns seconds (forward, backward) of the activation, and of moving rows to their experts and back."""
         s, lay, soft = self.shape, self.layout, self.software
         copies = max(1, s.top_k) + s.shared_experts if s.experts else 1
         inner = lay.tokens * copies * s.ffn / lay.tp
@@ -296,7 +296,7 @@ class BlockCosts:
         )
 
     def _reorders(self) -> tuple[float, float]:
-        """Returns seconds of copies of what tp sends with sp: shares of several samples reordered, or pieces added."""
+        """Returns seconds (forward, backward) of copies around tp's messages with sp: of shares, or sums."""
         s, lay, soft = self.shape, self.layout, self.software
         whole = lay.tokens * s.hidden * ACT_BYTES
         if not (lay.sp and lay.tp > 1 and soft.reorders):
@@ -314,7 +314,7 @@ class BlockCosts:
         )
 
     def _casts(self) -> tuple[float, float]:
-        """Returns seconds of scaling and casting what products in FP8 read: inputs and weights; gradients of outputs.
+        """Returns seconds (forward, backward) of casts to FP8: of inputs and weights, and of outputs' gradients.
 
         Weights are cast once in a step, so each micro-batch bears its part.
         """
@@ -335,6 +335,7 @@ class BlockCosts:
     # --- communication
 
     def _messages(self) -> tuple[list[Message], list[Message]]:
+        """Returns the collectives of one layer on one micro-batch (in its forward, in its backward)."""
         s, lay = self.shape, self.layout
         whole = lay.tokens * s.hidden * ACT_BYTES
         gathered = whole * self.software.bits / 16  # what a narrow product reads is cast before it is gathered

@@ -20,7 +20,7 @@ SUBGROUP_BYTES, SUBGROUPS = 64 << 20, 8  # as tiers/subgroups
 
 
 def resting(states: States, layout: Layout, coded: float | None = None) -> States:
-    """Returns bytes for a parameter as its state rests.
+    """Returns `states` with the bytes of a parameter's state as it rests: coded, where the layout has codes.
 
     coded  elements of state that a code takes; None: Adam's two, which are all of it
     """
@@ -31,7 +31,7 @@ def resting(states: States, layout: Layout, coded: float | None = None) -> State
 
 
 def decoded(states: States, layout: Layout, count: float, largest: float, coded: float | None = None) -> float:
-    """Returns the bytes that a step has in full at once, beside what rests, of `count` parameters.
+    """Returns the bytes of coded state that a step holds decoded at once, of `count` parameters.
 
     largest  elements of the largest parameter
     """
@@ -44,7 +44,7 @@ def decoded(states: States, layout: Layout, count: float, largest: float, coded:
 
 
 def coding_bytes(states: States, layout: Layout, coded: float | None = None) -> float:
-    """Returns the bytes that are read and written, for a parameter, to decode its state and to code it again."""
+    """Returns the bytes read and written for one parameter to decode its state and to code it again."""
     rests, moved = resting(states, layout, coded), 0.0
     if rests.optimizer != states.optimizer:
         full = states.optimizer if coded is None else coded * states.held

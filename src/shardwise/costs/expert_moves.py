@@ -60,7 +60,7 @@ def routing_kernels(shape: Shape, software: Software) -> tuple[int, int]:
 
 
 def cast_kernels(shape: Shape, layout: Layout, software: Software) -> int:
-    """Returns the kernels that casts take in either direction beyond one expert's: rows of each are scaled apart."""
+    """Returns the number of cast kernels in each direction beyond one expert's: each expert's rows are scaled apart."""
     if not (software.fp8 and shape.experts):
         return 0
     products = 2

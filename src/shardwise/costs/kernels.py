@@ -67,7 +67,7 @@ def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tupl
 def _own_rates(
     products: tuple[tuple[str, int, int, int, float], ...], kind: str
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Returns what `_attention_rates` does for a probed device; rows: (kind, length, heads * samples, width, us)."""
+    """Returns {head width: ((length, TFLOP/s), ...)} of probed (kind, length, heads * samples, width, us)."""
     rates: dict[int, dict[int, float]] = {}
     for name, length, heads, width, us in products:
         if name == kind:
@@ -96,9 +96,9 @@ class Kernels:
     """Times of kernels on one device, in seconds.
 
     launch_us   what a kernel's launch adds on the device
-    call_s      what the host takes to start an op or a view, where it computes the ops itself
-    cut_s       what it takes for an op on cut tensors, beside the ops that its rule starts
-    host_s      what it takes to start one that a device computes behind it: a lower bound of the time of many
+    call_s      seconds in which the host starts an op or a view, where the host computes the ops itself
+    cut_s       the host's seconds for an op on cut tensors, beside the ops that its rule starts
+    host_s      seconds in which the host starts an op that a device computes: a lower bound of each op's time
     bits        of an element that the layers' products of a decoder read: 16, or 8 and 4 in FP8 and FP4
     """
 
@@ -177,7 +177,7 @@ class Kernels:
 
     @property
     def large_convolutions_tflops(self) -> float:
-        """Returns TFLOP/s of products inside large convolutions, in which torch lets tensor cores round float32."""
+        """Returns the TFLOP/s of products inside large convolutions: tensor cores', since torch uses them there."""
         wide = self.device.tf32_tflops if self.dtype == "fp32" else None
         return self.peak_tflops if wide is None else wide.value * ROOFLINE_SHARE
 
@@ -285,9 +285,9 @@ class Kernels:
         direction = "backward" if backward else "forward"
         own = _own_rates(self.device.products, "attention_backward" if backward else "attention")
         rates, scale = own or _attention_rates(self.device.table, kernel, direction), 1.0
-        if not rates:
+        if not rates:  # those of another device
             rates, scale = self._borrowed(kernel, direction, head_dim)
-        if not rates:
+        if not rates:  # of a kernel that was measured nowhere
             share = ATTENTION_SHARE.get(kernel, 0.5) * (BACKWARD_SHARE if backward else 1.0)
             return self.device.bf16_tflops.value * share * self._slower
         points = rates[min(rates, key=lambda d: abs(d - head_dim))]
@@ -302,7 +302,7 @@ class Kernels:
         return WIDE_SHARE if wide is None else wide.value / self.device.bf16_tflops.value
 
     def _borrowed(self, kernel: str, direction: str, head_dim: float) -> tuple[dict, float]:
-        """Returns rates on another device, one of its generation first, scaled by what products reach on both.
+        """Returns (rates as `_attention_rates`, of another device, its own generation's first; factor to scale them).
 
         Across generations by no more than what FlashAttention-2 reaches on both, where that is known: an older kernel
         does not use a newer device's instructions.

@@ -66,20 +66,8 @@ class Layout:
     wrap: tuple[str, ...] = ()  # units of zero=3 by name
 
     def __post_init__(self) -> None:
-        for field in (
-            "tp",
-            "cp",
-            "ulysses",
-            "pp",
-            "chunks",
-            "ep",
-            "shard",
-            "replicas",
-            "micro_batch",
-            "n_micro",
-            "rounds",
-            "seq",
-        ):
+        for field in ("tp", "cp", "ulysses", "pp", "chunks", "ep", "shard", "replicas", "micro_batch", "n_micro",
+                      "rounds", "seq"):  # fmt: skip
             if getattr(self, field) < 1:
                 raise InputError(f"layout: {field} must be at least 1, got {getattr(self, field)}")
         if self.recompute not in RECOMPUTES:
@@ -95,12 +83,12 @@ class Layout:
 
     @cached_property
     def tiles(self) -> int:
-        """Returns ranks over which space is cut."""
+        """Returns over how many ranks space is cut."""
         return math.prod(self.domain)
 
     @property
     def along(self) -> dict[str, int]:
-        """Returns axis -> degree, of those that cut positions along one dim."""
+        """Returns {axis: degree} of the axes that cut positions along one dim."""
         return {"cp": self.cp, "cp_ulysses": self.ulysses, **dict(self.others)}
 
     @property
@@ -110,12 +98,12 @@ class Layout:
 
     @cached_property
     def cut_positions(self) -> int:
-        """Returns ranks that share their samples and each hold some of the positions, of a sequence or of space."""
+        """Returns how many ranks share one sample's positions, of a sequence or of space."""
         return self.tiles * self.split_sequence
 
     @cached_property
     def shard_ranks(self) -> int:
-        """Returns ranks over which `zero` shards: dp_shard, and those that cut positions."""
+        """Returns over how many ranks `zero` shards: dp_shard, and those that cut positions."""
         return self.shard * self.cut_positions
 
     @property
@@ -127,17 +115,17 @@ class Layout:
 
     @property
     def gradient_ranks(self) -> int:
-        """Returns ranks that hold equal weights and sum their gradients."""
+        """Returns how many ranks hold equal weights and sum their gradients."""
         return self.replicas * self.shard_ranks
 
     @cached_property
     def split_sequence(self) -> int:
-        """Returns ranks over which a sample's positions are dealt."""
+        """Returns over how many ranks a sequence's positions are dealt."""
         return self.cp * self.ulysses * math.prod(degree for _, degree in self.others)
 
     @cached_property
     def tokens(self) -> float:
-        """Returns tokens of a micro-batch on one rank, before tensor parallelism."""
+        """Returns the number of tokens of a micro-batch on one rank, before tensor parallelism."""
         return self.micro_batch * self.seq / self.split_sequence
 
     @property
@@ -166,6 +154,7 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
             f"plan {plan}: deterministic is not forecast: a rank computes its pieces one after the other, whose small "
             "products and exchanges are not in the model; leave it out for the step of whole micro-batches, or measure"
         )
+    # under a pipeline a round fills and drains it: micro-batches in flight, times rounds; else one after the other
     n_micro = plan.accumulate * plan.microbatches
     over = plan.data_ranks * n_micro
     if uneven:

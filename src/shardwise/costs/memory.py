@@ -53,7 +53,7 @@ def stage_parameters(
     """
     t = layout.tp
     s = shape
-    if last and s.ahead:
+    if last and s.ahead:  # layers that predict tokens further ahead, behind the last layer
         parameters = stage_parameters(s.with_(ahead=0), layout, layers + s.ahead, first=first, last=last, dense=dense)
         return parameters | {"dense": parameters["dense"] + s.ahead * s.joined_parameters / t}
     if dense:
@@ -79,7 +79,7 @@ def stage_parameters(
 
 
 def states(parameters: dict[str, float], layout: Layout, software: Software, precision: str = "") -> dict[str, float]:
-    """Returns the bytes of weights, gradients, masters and optimizer on one rank, by term.
+    """Returns {"weights", "gradients", "master", "optimizer", `COPIES`: bytes} on one rank.
 
     With them the gradients' copies, which live while the optimizer runs. Experts are sharded over the data ranks that
     hold the same ones. State that is offloaded is not on the rank.
@@ -111,7 +111,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
 
 
 def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:
-    """Returns, by name, the bytes that one layer keeps for its backward, for one micro-batch."""
+    """Returns {tensor: bytes} that one layer keeps for its backward, for one micro-batch."""
     s, lay = shape, layout
     tokens, t = lay.tokens, lay.tp
     stream = tokens * s.hidden * ACT_BYTES / (t if lay.sp else 1)
@@ -156,7 +156,7 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
 def _drop_what_is_computed_again(
     out: dict[str, float], s: Shape, lay: Layout, software: Software, stream: float
 ) -> None:
-    """Takes from what a layer keeps what the selective policy of this software does not keep."""
+    """Removes from `out`, the bytes that a layer keeps by tensor, those that the selective policy computes again."""
     if software.selective == "attention":
         out.pop("softmax statistics", None)
         return
@@ -175,6 +175,7 @@ def _drop_what_is_computed_again(
 
 
 def _feed_forward(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:
+    """Returns {tensor: bytes} that one layer's feed-forward, or its experts, keeps for backward."""
     s, lay = shape, layout
     copies = s.top_k + s.shared_experts if s.experts else 1
     inner = lay.tokens * s.ffn / lay.tp * ACT_BYTES * copies
@@ -199,17 +200,9 @@ def logits(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def rank_memory(
-    shape: Shape,
-    layout: Layout,
-    software: Software,
-    *,
-    layers: float,
-    first: bool,
-    last: bool,
-    in_flight: float,
-    precision: str = "",
-    dense: float = 0.0,
-) -> MemoryLedger:
+    shape: Shape, layout: Layout, software: Software, *, layers: float, first: bool, last: bool, in_flight: float,
+    precision: str = "", dense: float = 0.0,
+) -> MemoryLedger:  # fmt: skip
     """Returns the memory of one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage).
 
     dense  how many of its layers are the dense ones in front of those with experts
@@ -266,7 +259,7 @@ def rank_memory(
 
 @lru_cache(maxsize=16)  # ranks of a layout differ by how many layers they have
 def _of_layer(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
-    """Returns the bytes that one layer keeps for its backward, and those that its backward adds while it runs."""
+    """Returns (bytes that one layer keeps for its backward, bytes that backward adds while it runs)."""
     return sum(layer_activations(shape, layout, software).values()), transient(shape, layout, software)
 
 

@@ -58,7 +58,7 @@ class Offloaded:
 
 
 def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
-    """Returns by tier the bytes that lie there for each parameter which a rank updates.
+    """Returns {tier: bytes of optimizer state there} for each parameter that a rank updates.
 
     on_host  the device is the host's processor
     """
@@ -67,7 +67,7 @@ def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
 
 
 def lying(count: float, states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
-    """Returns by tier the bytes that one rank keeps there, of `count` parameters that it updates.
+    """Returns {"host", "disk": bytes that one rank keeps there} of `count` parameters that it updates.
 
     A file of state is twice as large as that. On an accelerator a disk's state passes through the host's memory.
     """
@@ -97,7 +97,7 @@ def update_bytes(states: States, *, fused: bool) -> float:
 
 
 def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, update: float) -> Offloaded:
-    """Returns the cost of `count` parameters that each rank updates, each of which moves `update` bytes on a host."""
+    """Returns the cost of moves around an update of `count` parameters on a rank, of `update` bytes each on a host."""
     on_host = cluster.device.kind == "cpu"
     by_tier = moved(states, layout, on_host=on_host)
     _refuse_weights(layout, cluster)
@@ -140,7 +140,7 @@ def _link_gbps(cluster: Cluster) -> float:
 
 
 def disk_rate(cluster: Cluster) -> Figure | None:
-    """Returns the rate of a host's disk, reads and writes alike: as it was measured, else as its host is sold."""
+    """Returns the GB/s of a host's disk, reads and writes alike: measured, else its data sheet's; None: unknown."""
     return cluster.device.disk_gbps or cluster.node.disk_gbps
 
 
@@ -187,7 +187,7 @@ def told(cost: Offloaded, cluster: Cluster) -> str:
 
 @dataclass(frozen=True)
 class Moves:
-    """Seconds in which what blocks keep of one micro-batch goes to a tier and back, at each rate, and its bytes."""
+    """The cost of one micro-batch's moves to a tier and back: seconds on the link, seconds at the disk, and bytes."""
 
     link_s: float
     disk_s: float
@@ -199,7 +199,7 @@ class Moves:
 
 
 def moves(put: Mapping[str, float], layout: Layout, cluster: Cluster) -> Moves:
-    """Returns the cost of activations of one micro-batch on each rank, `put` bytes by tier."""
+    """Returns the cost of moving one micro-batch's activations on each rank; `put`: their bytes by tier."""
     on_host = cluster.device.kind == "cpu"
     _refuse_host(layout, cluster, in_tier(layout.offload, "activations", "host"))
     link_s = 0.0 if on_host else 2 * sum(put.values()) / (_link_gbps(cluster) * 1e9)
@@ -217,7 +217,7 @@ def moves_told(cost: Moves, micro_s: float) -> str:
 
 
 def reads(size: float, layout: Layout, cluster: Cluster) -> Moves:
-    """Returns the cost of the gathers of one micro-batch, of `size` bytes of weights on each rank."""
+    """Returns the cost of reading weights from disk for one micro-batch's gathers, `size` bytes on each rank."""
     disk = in_tier(layout.offload, "parameters", "disk") * size * layout.sharded.gathers
     return Moves(0.0, disk * ranks_of_host(layout, cluster) / (_disk_gbps(cluster) * 1e9), disk)
 
@@ -228,7 +228,7 @@ def crossing_seconds(size: float, cluster: Cluster) -> float:
 
 
 def crossings(size: float, gradients: float, layout: Layout, cluster: Cluster) -> Moves:
-    """Returns the cost of a micro-batch's weights that come from the host for each gather, and of gradients that go.
+    """Returns the cost of one micro-batch's weights crossing from the host for each gather, and of gradients back.
 
     size, gradients  bytes of weights and of gradients of one rank's shards
     """

@@ -56,6 +56,7 @@ def _recurrence(shape: Sequence[float], times: float, kernels: Kernels, software
 
 
 def _attention(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    """Returns seconds of fused attention: measured by FLOPs, at a CPU's peak rate, or by a kernel's table."""
     rows, queries, keys, width, back, causal = shape
     flops = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
     if kernels.ops is not None:

@@ -23,7 +23,10 @@ DRAWS = " draws"  # behind the name of a technique: of modules that draw random 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds that Python and the engine add; `wait` is a share of the seconds that a rank computes."""
+    """Seconds that Python and the engine add to a step, a call, a call on cut tensors and an event (`events`).
+
+    wait   a share of the seconds that a rank computes
+    """
 
     step: float = 0.0
     call: float = 0.0

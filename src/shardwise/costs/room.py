@@ -27,7 +27,7 @@ UNKNOWN = {
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that all `ranks` of one host keep there, by tier, and what the host has for them."""
+    """Bytes that all `ranks` of one host keep off their devices, by tier ("host", "disk"), and the host's figures."""
 
     needed: Mapping[str, float] = field(default_factory=dict)
     node: Node = field(default_factory=Node)
@@ -49,12 +49,12 @@ class Room:
 
     @property
     def over(self) -> float:
-        """Returns the most that a tier's bytes are of what there is for them; 0 where nothing is known."""
+        """Returns the largest share of a tier's room that its bytes take (above 1: too much); 0: room unknown."""
         shares = [size / there for tier, size in self.needed.items() if (there := self.there(tier))]
         return max(shares, default=0.0)
 
     def line(self, tier: str) -> str:
-        """Returns what the ranks of a host keep in a tier, of how much, in words."""
+        """Returns one line of text: how many bytes a host's ranks keep in a tier, of how many that it has."""
         there, figure = self.there(tier), self._figure(tier)
         kept = f"{_gb(self.needed[tier] / 1e9)} GB of a host's {NAMES[tier]} for its {self.ranks} rank(s)"
         if there is None or figure is None:
@@ -64,11 +64,11 @@ class Room:
 
     @property
     def lines(self) -> list[str]:
-        """Returns a line for each tier in which something lies."""
+        """Returns a line of text for each tier that holds bytes."""
         return [self.line(tier) for tier in self.needed]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns bytes of one host by tier: needed, and there (None where not known)."""
+        """Returns {tier: {"needed_bytes", "room_bytes"}} of one host; the room is None where unknown."""
         return {tier: {"needed_bytes": size, "room_bytes": self.there(tier)} for tier, size in self.needed.items()}
 
 

@@ -125,7 +125,7 @@ class Shape:
 
     @property
     def value_width(self) -> int:
-        """Returns width of one head's value vector."""
+        """Returns the width of one head's value vector."""
         return self.value_dim or self.head_dim
 
     @property
@@ -184,7 +184,7 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Returns parameters of one feed-forward block (or of one expert)."""
+        """Returns the number of parameters of one feed-forward block (or of one expert)."""
         up = 2 if self.gated else 1
         matrices = (up + 1) * self.hidden * self.ffn
         return matrices + (up * self.ffn + self.hidden if self.bias else 0)
@@ -195,12 +195,12 @@ class Shape:
 
     @property
     def norm_parameters(self) -> int:
-        """Returns parameters of one norm."""
+        """Returns the number of parameters of one norm."""
         return self.hidden * (2 if self.layer_norm and self.norm_bias else 1)
 
     @property
     def norms(self) -> int:
-        """Returns the norms in one layer: one before attention and one before the feed-forward, or one for both."""
+        """Returns how many norms one layer has: one before attention, one before the feed-forward, or one for both."""
         return self.parallel or 2
 
     @property
@@ -216,7 +216,7 @@ class Shape:
 
     @cached_property
     def in_front(self) -> Shape:
-        """Returns a model of this one's dense layers alone, those in front of its layers with experts."""
+        """Returns the `Shape` of this model's dense layers alone, those in front of its layers with experts."""
         return self.with_(
             layers=max(1, self.dense_layers), ffn=self.dense_ffn or self.ffn, experts=0, top_k=0, shared_experts=0,
             dense_layers=0, dense_ffn=0, ahead=0,
@@ -245,7 +245,7 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Returns parameters that one token is multiplied with: of the experts only those it is routed to."""
+        """Returns the number of parameters that one token uses: of the experts only those to which it is routed."""
         idle = max(0, self.experts - self.top_k) * self.expert_parameters
         return self.parameters - (self.layers + self.ahead - self.dense_layers) * idle
 

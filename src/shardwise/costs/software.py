@@ -40,7 +40,7 @@ class States:
 
     @property
     def held(self) -> float:
-        """Bytes of what the optimizer updates."""
+        """Returns the bytes of what the optimizer updates: the master, or the weight without one."""
         return self.master or self.weight
 
     @property
@@ -190,12 +190,12 @@ class Software:
 
     @property
     def bits(self) -> int:
-        """Returns the bits of an element that the layers' products read."""
+        """Returns how many bits an element has that the layers' products read: 16, 8 (FP8) or 4 (FP4)."""
         return FP8[self.fp8].bits if self.fp8 else 16
 
     @property
     def loss_bytes(self) -> tuple[int, int]:
-        """Returns bytes that forward and backward move of one logit; compiled blocks leave the loss as it is."""
+        """Returns (bytes that forward moves for one logit, bytes of backward), with compiled blocks too."""
         return LOSS_BYTES[self.loss]
 
 
@@ -359,7 +359,7 @@ for _name, _of, _changes in VARIANTS:  # some are variants of others
 
 
 def software(name: str) -> Software:
-    """Returns an implementation by name, whose ending may tell a recipe of FP8 ("-fp8"). `InputError` if unknown."""
+    """Returns an implementation by name, with a recipe of FP8 for an ending such as "-fp8"; `InputError` if unknown."""
     for recipe, fp8 in FP8.items():
         if name.removesuffix(fp8.suffix) in SOFTWARE and name.endswith(fp8.suffix):
             plain = SOFTWARE[name.removesuffix(fp8.suffix)]
@@ -399,7 +399,7 @@ def whole_in_pipeline(software: Software, layout: Layout) -> bool:
 
 
 def whole_gradients(software: Software, layout: Layout) -> bool:
-    """Whether gradients under ZeRO-2 and 3 stay whole until those of the last micro-batch are there, and are summed."""
+    """Whether gradients under ZeRO-2 and 3 stay whole until the last micro-batch, and are then summed over ranks."""
     between = software.sums_once and layout.sharded.gradients and layout.n_micro * layout.rounds > 1
     return between or whole_in_pipeline(software, layout)
 

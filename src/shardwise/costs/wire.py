@@ -51,7 +51,7 @@ class RankGroup:
 
 @lru_cache(maxsize=4096)
 def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
-    """Returns (whether each group of an axis lies in one unit of `unit` ranks, the fewest ranks of a group in one)."""
+    """Returns (whether each group of an axis lies in one unit of `unit` ranks, fewest ranks of a group in a unit)."""
     if unit % group.span == 0:
         return True, group.size
     if unit % group.stride == 0 and group.span % unit == 0:
@@ -77,7 +77,7 @@ class Wire:
 
     @property
     def table(self) -> CollectiveTable | None:
-        """Returns collectives measured inside a domain: those of the cluster file, else the catalogue's."""
+        """Returns times of collectives measured inside a domain: the cluster file's, else the catalogue's, or None."""
         if self.cluster.collectives:
             return measured_collectives(self.cluster.collectives)
         return collective_table(self.cluster.device.table) if self.cluster.device.table else None
@@ -93,7 +93,7 @@ class Wire:
         return self.cluster.device.memory_bandwidth_gbps.value * 1e9
 
     def tier(self, group: RankGroup) -> int:
-        """Returns the outermost tier that any group of this axis crosses: nodes may split groups unevenly."""
+        """Returns the index of the outermost tier that any group of this axis crosses; nodes may split some groups."""
         for index, unit in enumerate(self.cluster.sizes):
             if _lies(group, unit, self.ranks or self.cluster.world_size)[0]:
                 return index
@@ -185,15 +185,13 @@ class Wire:
         return bus_factor(op, ranks) * size_bytes / (own.gbps.value * 1e9 * share) + steps * own.latency_us.value * 1e-6
 
     def basis(self, op: str, group: RankGroup) -> str:
-        """Returns where the figure of a collective comes from."""
+        """Returns where the time of a collective comes from: a measured table and how near, or a formula, as text."""
         if group.size <= 1:
             return "none"
         tier = self.tier(group)
         table = self.table
         if tier == 0 or self._one_domain(group):
-            if table is None:
-                return f"formula: {self.cluster.tiers[0].name} rate"
-            if op not in table.times:
+            if table is None or op not in table.times:
                 return f"formula: {self.cluster.tiers[0].name} rate"
             measured = sorted(table.times[op])
             near = (
@@ -268,6 +266,10 @@ MOST_GROUPS = 64  # of one axis that are looked at: how they lie on nodes repeat
 
 @lru_cache(maxsize=4096)
 def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: RankGroup) -> dict[int, float]:
+    """Returns {tier: bytes} that arrive at the rank of a group for which they take longest.
+
+    came  (distance in ranks, bytes) from each sender
+    """
     ranks = max(wire.ranks or wire.cluster.world_size, group.span)
     firsts = [at + within for at in range(0, ranks, group.span) for within in range(group.stride)][:MOST_GROUPS]
     best: dict[int, float] = {}

@@ -66,6 +66,7 @@ class ArraySource:
 
 
 def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
+    """Returns an array, or a .npy file mapped; `InputError` where it cannot be read or holds no numbers."""
     if isinstance(array, str | Path):
         try:
             loaded: np.ndarray = np.load(array, mmap_mode="r", allow_pickle=False)

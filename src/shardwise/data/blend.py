@@ -60,6 +60,7 @@ class Blend:
         return BlendOrder(len(self), seed, weights=self.weights, lengths=self.lengths, names=self.names)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
+        """Returns the joined batch of samples, numbered over all sources one after another."""
         owner = np.searchsorted(self._starts, indices, side="right") - 1
         rows: dict[int, list[int]] = {}
         for place, source in enumerate(owner.tolist()):
@@ -95,7 +96,7 @@ def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns each source's places in a block: largest remainders are rounded up, every source has at least one."""
+    """Returns how many of a block's places each source gets, by weight: at least one, remainders to the largest."""
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
     counts = np.maximum(np.floor(exact).astype(int), 1)
     for index in np.argsort(-(exact - np.floor(exact)), kind="stable"):
@@ -110,7 +111,7 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each place of a block, its source and how many places of that source precede it."""
+    """Returns (source of each place of a block, how many places of that source precede it), both (BLOCK,) int64."""
     places = permuted(np.arange(BLOCK, dtype=np.uint64), BLOCK, epoch_keys(seed, block)).astype(np.int64)
     source = np.searchsorted(np.cumsum(counts), places, side="right")
     before = np.empty(BLOCK, dtype=np.int64)
@@ -145,7 +146,7 @@ class BlendOrder(Order):
         return out
 
     def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, by position, its source and the number of that source's sample there (from 0, over epochs)."""
+        """Returns (source of each position, number of that source's sample there, from 0 on over epochs)."""
         counts = shares(self.weights)
         source, number = np.empty_like(positions), np.empty_like(positions)
         blocks, places = np.divmod(positions - self.origin, BLOCK)
@@ -159,13 +160,13 @@ class BlendOrder(Order):
         return source, number
 
     def _samples(self, index: int, length: int, numbers: np.ndarray) -> np.ndarray:
-        """Returns the source's own order; its positions within a read are consecutive."""
+        """Returns the samples of source `index` at these numbers of its own order, over epochs."""
         own = Order(length, seed=hash_of(self.seed, self.names[index]), shuffle=self.shuffle)
         low = int(numbers.min())
         return own.indices(low, int(numbers.max()) + 1)[numbers - low]
 
     def state(self, position: int) -> dict[str, Any]:
-        """Returns the state that `continued` goes on from at `position`, with these weights or with others.
+        """Returns, as JSON, the state from which `continued` resumes at `position`, with these weights or with others.
 
         `weights`, `drawn`, `positions` by source; `origin`: the position at which these weights began.
         """
@@ -184,7 +185,7 @@ class BlendOrder(Order):
         return replace(self, drawn=tuple(int(counts[name]) for name in self.names), origin=origin)
 
     def positions(self, position: int) -> dict[str, int]:
-        """Returns, by source, how many of its samples stand before `position`."""
+        """Returns {source: how many of its samples come before `position`}."""
         counts, base = shares(self.weights), self.drawn or (0,) * len(self.lengths)
         block, place = divmod(position - self.origin, BLOCK)
         dealt, _ = _dealt(self.seed, block + self.origin, counts)
@@ -193,5 +194,5 @@ class BlendOrder(Order):
 
 
 def hash_of(seed: int, name: str) -> int:
-    """Returns the seed of one source of a blend."""
+    """Returns the seed of one source of a blend, a 56-bit hash of the blend's seed and the source's name."""
     return int.from_bytes(hashlib.blake2b(f"blend/{seed}/{name}".encode(), digest_size=7).digest(), "little")

@@ -34,6 +34,7 @@ class ChatTemplate:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        """Returns transformers' tokenizer of the folder; `InputError` without it, or without a chat template."""
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -51,7 +52,7 @@ class ChatTemplate:
 
     @cached_property
     def _is_marked(self) -> bool:
-        """Whether the template says itself what it generates."""
+        """Whether the template marks itself which text the assistant generates ({% generation %})."""
         return bool(_MARKED.search(self._tokenizer.get_chat_template()))
 
     def document(self, where: str, messages: list[Any], **options: Any) -> tuple[list[int], list[bool]]:
@@ -131,7 +132,7 @@ def _shared(tokens: list[int], others: list[int]) -> int:
 
 
 def _lack(message: Any) -> str:
-    """Returns what a message is, in place of an object with role and content; "" for one that is.
+    """Returns what is wrong with a message as text; "" for an object with role and content.
 
     A template would write a missing content as nothing, and null as the word None.
     """

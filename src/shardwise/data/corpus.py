@@ -50,7 +50,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Map the corpus in `folder`; `InputError`, naming the file, where it is missing or damaged."""
+        """Returns the memory-mapped corpus in `folder`; `InputError`, with the file, where it is missing or damaged."""
         folder = Path(folder).absolute()
         described = _description(folder / DESCRIPTION)
         payload = folder / PAYLOAD
@@ -217,7 +217,7 @@ def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def renamed(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name only when it is whole; on an error nothing is left of it."""
+    """Context: yields a file to write, which takes the name `path` at the end; on an error nothing is left of it."""
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(draft, "xb") as file:
@@ -230,6 +230,7 @@ def renamed(path: Path) -> Iterator[BinaryIO]:
 
 
 def _description(path: Path) -> dict[str, Any]:
+    """Returns the checked fields of a corpus's description file: version, dtype, count, source, sha256."""
     try:
         described = json.loads(path.read_bytes())
     except FileNotFoundError:

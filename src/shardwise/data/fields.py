@@ -166,6 +166,7 @@ class FieldSource:
         return np.stack([self._plane_of(name)[window] for name in self.groups["static"]])
 
     def _plane_of(self, name: str) -> np.ndarray:
+        """Returns a static variable as (y, x), one along y or x alone repeated over the other."""
         field = self.grid.find(name)
         values = self.grid.whole(name)
         if field.dims == self._plane:
@@ -183,6 +184,7 @@ class FieldSource:
             if self.cycles:
                 raise InputError(f"FieldSource: cycles= need the coordinate {self.time!r}, which no file has")
             return None, 0.0, 0.0
+        # files of static fields alone may have a time of their own, which counts no steps
         carriers = [number for number, _ in self.grid.variables[self.groups["inputs"][0]]]
         times = [(place, var) for place, (file, var) in enumerate(self.grid.variables[self.time]) if file in carriers]
         values, origin = [], None
@@ -230,6 +232,7 @@ class FieldSource:
     # --- values
 
     def _forcing(self, steps: list[int], window: tuple[slice, slice]) -> torch.Tensor:
+        """Returns forcing at these steps, (B, C, y, x): variables, then sine and cosine of each cycle."""
         size = [part.stop - part.start for part in window]
         channels = []
         if self.groups["forcing"]:
@@ -263,13 +266,14 @@ class FieldSource:
         return mean, std
 
     def _origin(self) -> dict[str, Any]:
-        """Returns the facts that the statistics depend on (kept in their file, to tell when they are stale)."""
+        """Returns {"files", "variables", "times", "region"}, of the data from which statistics were computed."""
         sizes = [file.stat().st_size if file.is_file() else None for file in self.grid.files]
         names = {name for group in self.groups.values() for name in group}
         return {"files": [[file.name, size] for file, size in zip(self.grid.files, sizes, strict=True)],
                 "variables": sorted(names), "times": self.times, "region": self.region}  # fmt: skip
 
     def _compute(self) -> dict[str, dict[str, float]]:
+        """Returns {channel: {"mean", "std", "count"}} of all variables over the source's steps and region."""
         window = self._window(None)
         static = self.groups["static"]
         names = dict.fromkeys(name for group in self.groups.values() for name in group)
@@ -294,6 +298,7 @@ class FieldSource:
 
 
 def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
+    """Returns a region's bounds, all of `size` for None; `InputError` where it does not lie within."""
     if region is None:
         return (0, size[0]), (0, size[1])
     try:

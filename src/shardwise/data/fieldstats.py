@@ -66,7 +66,7 @@ def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.nd
 def load_or_compute(
     path: Path, origin: dict[str, Any], compute: Callable[[], dict[str, dict[str, float]]]
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Returns the figures in `path` where they are of `origin`; where there is no file, computes and writes them."""
+    """Returns {channel: {"mean", "std", "count"}} from `path`; without that file, computed and written to it."""
     if path.exists():
         return _read(path, origin)
     figures = compute()
@@ -83,6 +83,7 @@ def load_or_compute(
 
 
 def _read(path: Path, origin: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns {channel: {"mean", "std", "count"}} of a file; `InputError` where it was computed from other data."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         of, channels = stored["of"], stored["channels"]

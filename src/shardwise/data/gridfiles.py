@@ -30,7 +30,7 @@ _READING = threading.RLock()
 
 @dataclass(frozen=True)
 class FileVariable:
-    """A variable in one file."""
+    """A variable of one file: its dims' names, its shape and its attributes."""
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class GridFiles:
         return self.variables[name][0][1]
 
     def files_text(self) -> str:
-        """Returns the files, for messages."""
+        """Returns the files' names as one text, for messages."""
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:
@@ -91,6 +91,7 @@ class GridFiles:
         return self._read(number, name, variable, (slice(None),) * len(variable.dims))
 
     def _read(self, number: int, name: str, variable: FileVariable, index: tuple) -> np.ndarray:
+        """Returns `variable[index]` of a file as float64, NaN where values are missing."""
         with _READING:
             opened = self._opened(self.files[number])
             try:
@@ -112,6 +113,7 @@ class GridFiles:
         return self._open_files[file]
 
     def _list(self, file: Path) -> dict[str, FileVariable]:
+        """Returns {name: `FileVariable`} of a file."""
         with _READING:
             opened = self._opened(file)
             if _is_netcdf(file):
@@ -129,6 +131,7 @@ def _is_netcdf(file: Path) -> bool:
 
 
 def _open(file: Path) -> Any:
+    """Returns a netCDF file or zarr store, open to be read; `InputError` where it is missing or unreadable."""
     if not file.exists():
         raise InputError(f"FieldSource: {file} does not exist")
     try:
@@ -172,7 +175,7 @@ def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
 
 
 def _mark(value: Any, dtype: np.dtype) -> Any:
-    """A fill value of zarr 3's attributes: xarray writes those of floats as base64 of a little-endian double."""
+    """Returns a fill value of zarr 3's attributes, [] for None; xarray writes floats in base64 (little-endian)."""
     if value is None:
         return []
     if isinstance(value, str) and dtype.kind == "f":

@@ -71,6 +71,7 @@ class JsonlSource:
             self.notices.append(
                 f"{self._without_words} of {len(documents)} documents have an empty answer: its closing mark is learned"
             )
+        # the first token is predicted from nothing, so a document needs a learned one behind it within the window
         cut = sum(len(tokens) > seq_len for tokens, _ in documents)
         left = [(tokens, learn) for tokens, learn in documents if learn[1:seq_len].any()]
         if cut:
@@ -89,6 +90,7 @@ class JsonlSource:
         )
 
     def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (tokens int32, whether each is learned) of one line; raises `InputError` where none is learned."""
         if self.template is not None and isinstance(line.get("messages"), list):
             options = {"tools": line["tools"]} if line.get("tools") else {}
             ids, learned = self.template.document(where, line["messages"], **options)
@@ -121,6 +123,7 @@ class JsonlSource:
         return len(self.rows)
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        """Returns the packed rows at `indices`; a label is the token itself where it is learned, else -100."""
         shape = (len(indices), self.seq_len)
         tokens = np.full(shape, self.pad, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -163,7 +166,7 @@ def packed(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", object) of each line that is not empty; `InputError` names the place of one that is none."""
+    """Yields ("file:line", object) of each line that is not empty; `InputError` names a line that is no JSON object."""
     try:
         text = path.read_bytes()
     except IsADirectoryError:

@@ -47,21 +47,10 @@ class Loader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        order: Order | int,
-        batch_size: int,
-        *,
-        accumulate: int = 1,
-        data_rank: int = 0,
-        data_ranks: int = 1,
-        start: int = 0,
-        drop_last: bool = False,
-        epochs: int | None = None,
-        prefetch: int = 2,
-        workers: int = 0,
-        read_timeout_s: float = 600.0,
-    ) -> None:
+        self, source: Source, order: Order | int, batch_size: int, *, accumulate: int = 1, data_rank: int = 0,
+        data_ranks: int = 1, start: int = 0, drop_last: bool = False, epochs: int | None = None, prefetch: int = 2,
+        workers: int = 0, read_timeout_s: float = 600.0,
+    ) -> None:  # fmt: skip
         length = length_of(source)
         self.order = order if isinstance(order, Order) else order_of(source, order)
         draws = getattr(source, "draws", None)  # a source may say so itself
@@ -86,7 +75,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Returns steps of a whole epoch."""
+        """Returns how many steps a whole epoch has."""
         whole, rest = divmod(self.order.length, self._steps.batch_size)
         return whole + (1 if rest and not self._steps.drop_last else 0)
 
@@ -116,7 +105,7 @@ class Loader:
         return Prefetch(items, ahead, timeout_s=self._read_timeout_s, what=what)
 
     def _in_turn(self) -> tuple[list[Share], int]:
-        """Reads the next step while the caller waits; what it draws moves no generator that others draw from."""
+        """Returns (parts of the next step, position after it), read while the caller waits; draws move no generator."""
         start, stop = self._steps.span(self._position)
         if self._end is not None and stop > self._end:
             raise StopIteration
@@ -195,6 +184,7 @@ def order_of(source: Source, seed: int) -> Order:
 
 
 def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: int, workers: int) -> None:
+    """Raises `InputError` for numbers that do not go together: batch, ranks, accumulation, length."""
     if steps.order.length != length:
         raise InputError(f"the order is over {steps.order.length} samples but the source has {length}")
     if steps.batch_size < steps.accumulate:

@@ -35,7 +35,7 @@ class Channel(Generic[Item]):
         self._closed = False
 
     def put(self, item: Item) -> bool:
-        """Puts an item once there is room; returns False once the channel is closed."""
+        """Put an item once there is room; returns whether it was put: False once the channel is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._size)
             if not self._closed:

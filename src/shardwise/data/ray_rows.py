@@ -43,18 +43,14 @@ class RaySource(DatasetSource):
     """
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        name: str = "dataset",
-        shuffle: bool = False,
+        self, make: Callable[[], Any], *, name: str = "dataset", shuffle: bool = False,
         collate: Callable[[list], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(RayRows(make, name), collate)
         self.shuffle = shuffle
 
     def order(self, seed: int) -> Order:
-        """Returns the order in which a loader reads this source."""
+        """Returns the order in which a loader reads this source: shuffled by the seed, where `shuffle` is set."""
         return Order(len(self), seed, self.shuffle)
 
 
@@ -72,7 +68,7 @@ class RayRows:
         self._blocks: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process needs to ask for the blocks itself."""
+        """Returns {"make", "name", "kept"}, from which another process asks for the blocks itself."""
         return {"make": self.make, "name": self.name, "kept": self.kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,14 +93,14 @@ class RayRows:
         return rows
 
     def _ends(self) -> list[int]:
-        """Returns, of each block, the number of rows up to its end."""
+        """Returns the running total of rows at the end of each block."""
         if self._rows is None:
             self._ask()
         assert self._rows is not None
         return self._rows
 
     def _block(self, at: int) -> dict[str, Any]:
-        """Returns a block's columns as arrays."""
+        """Returns {column: array of the block's rows}."""
         if at not in self._blocks:
             while len(self._blocks) >= self.kept:
                 self._blocks.popitem(last=False)
@@ -113,6 +109,7 @@ class RayRows:
         return self._blocks[at]
 
     def _fetched(self, at: int) -> dict[str, Any]:
+        """Returns {column: array} of a block from Ray; one that is lost is asked for again, for `AGAIN_S` seconds."""
         import ray
         from ray.data.block import BlockAccessor
 
@@ -165,7 +162,7 @@ class _Maker:
         self._made: Any = None
 
     def blocks(self) -> tuple[list[int], list[Any]]:
-        """Returns the number of rows of each block, and the references to them, in the dataset's order."""
+        """Returns (number of rows of each block, Ray's reference to each block), in the dataset's order."""
         import ray
         from ray.data import DataContext
         from ray.data.block import BlockAccessor
@@ -179,7 +176,7 @@ class _Maker:
 
 
 def _packed(make: Callable[[], Any]) -> bytes:
-    """Returns a function pickled with what it needs of its own file, which workers of Ray cannot import."""
+    """Returns a function pickled with all that it uses of its own file, which workers of Ray cannot import."""
     from ray import cloudpickle
 
     module = sys.modules.get(make.__module__)

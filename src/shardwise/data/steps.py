@@ -45,7 +45,7 @@ class Steps:
             )
 
     def span(self, position: int) -> tuple[int, int]:
-        """Returns [start, stop) of the step at or after `position`; never across the border of two epochs."""
+        """Returns positions (start, stop) of the step at or after `position`; never across the border of two epochs."""
         length = self.order.length
         end = (position // length + 1) * length
         if self.drop_last and end - position < self.batch_size:
@@ -84,6 +84,7 @@ class Steps:
         )
 
     def _dealt(self, start: int, stop: int) -> list[Share]:
+        """Returns this rank's `Share` of each micro-batch of positions [start, stop); one sample stands in for none."""
         indices = self.order.indices(start, stop).tolist()
         samples = len(indices)
         batch = read(self.source, indices) if self.whole else None
@@ -96,7 +97,7 @@ class Steps:
 
 
 def read(source: Source, indices: list[int]) -> Any:
-    """Returns `source.read(...)`, the shape of its answer checked."""
+    """Returns the source's batch of these samples; `InputError` where it has another number of them."""
     batch = source.read(indices)
     check_samples(batch, len(indices), name=f"{type(source).__name__}.read(...)")
     return batch

@@ -25,7 +25,7 @@ from shardwise.trace.outside_reads import set_training
 
 
 class TileSource:
-    """A source of whose fields one region is read: (start, stop) along each dim of space."""
+    """A source that reads one region, (start, stop) along each dim of space, of another source's fields."""
 
     def __init__(self, source: Source, region: tuple[tuple[int, int], ...]) -> None:
         self.source, self.region = source, region
@@ -90,6 +90,7 @@ def predict_to(
 
 @torch.no_grad()
 def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> torch.Tensor:
+    """Returns this rank's part of the output for a batch, its sums taken, 16-bit floats as float32."""
     forward = engine.state.forward
     output = forward.output(forward.to_device(batch))
     output = output if select is None else select(output)
@@ -120,7 +121,7 @@ def _is_first(output: torch.Tensor, engine: Engine) -> bool:
 
 
 def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> Any:
-    """Opens the mapped file or the store's array that holds the outputs; rank 0 creates it."""
+    """Returns the mapped .npy file or the zarr array, (samples, ...), that takes the outputs; rank 0 creates it."""
     state, kind = engine.state, torch.empty(0, dtype=output.dtype).numpy().dtype
     shape = (samples, *output.shape[1:])
     if path.suffix == ".zarr":

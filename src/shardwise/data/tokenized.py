@@ -65,6 +65,7 @@ def _name(files: list[Path], tokenizer: Tokenizer) -> str:
 
 
 def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
+    """Write the tokens of text files as one .npy vector of the narrowest unsigned dtype, with end tokens."""
     assert tokenizer.vocab is not None  # known of folders and of bytes
     dtype = np.dtype(np.uint8 if tokenizer.vocab <= 2**8 else np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
     end = [] if tokenizer.end is None else [tokenizer.end]

@@ -81,6 +81,7 @@ def _usual_end(tokenizer: Any) -> int | None:
 
 
 def _from_folder(path: Path) -> Tokenizer:
+    """Returns the `Tokenizer` of a tokenizer.json, or of the folder that holds it."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         beside = ", ".join(sorted(p.name for p in path.iterdir())[:8]) if path.is_dir() else ""
@@ -118,7 +119,7 @@ def _told_end(folder: Path, tokenizer: Any) -> int | None:
 
 
 def _entry(path: Path, key: str) -> Any:
-    """Returns the value of a key in a file of JSON; None where there is no such file or key."""
+    """Returns the value of a key in a JSON file; None without such a file or key."""
     if not path.is_file():
         return None
     try:

@@ -74,6 +74,7 @@ class TokenSource:
         return self.over(0, len(self) - held_windows), self.over(len(self) - held_windows, len(self))
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        """Returns {"tokens": int64 (B, seq_len + 1)} of the windows at `indices`."""
         rows = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
         for row, index in enumerate(indices):
             if not 0 <= index < len(self):
@@ -104,6 +105,7 @@ class TokenSource:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
+    """Returns a file's tokens, mapped, (N,) of an integer dtype: a .npy file's own, `dtype` of a raw one."""
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -47,7 +47,7 @@ class _Reader:
 
 
 class _Spans:
-    """The steps from a position on, one after another."""
+    """Iterates (start, stop) of the steps from a position on, endlessly or up to `end`."""
 
     def __init__(self, steps: Steps, position: int, end: int | None) -> None:
         self.steps, self.position, self.end = steps, position, end

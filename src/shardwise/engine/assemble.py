@@ -73,7 +73,7 @@ def assemble(
 
 
 def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> tuple[Forward, StagedForward | None]:
-    """Returns this rank's forward, and the same one again where it runs pipeline stages, else None."""
+    """Returns (this rank's forward, the same where it is a `StagedForward` of a pipeline, else None)."""
     forward = Forward(task, applied.module, precision, mesh.device, mesh.data, applied.positions)
     if applied.cut is None or applied.staged is None:
         return forward, None
@@ -96,7 +96,7 @@ def _full_shapes(applied: Applied, pairs: Collection[str]) -> list[torch.Size]:
 
 
 def _leaves_node(plan: Plan) -> list[str]:
-    """Returns a warning where a group of tp lies on several hosts, as the launcher tells."""
+    """Returns [a warning] where the launcher's hosts split a group of tp; else []."""
     local = local_size(os.environ) if plan.tp > 1 else None
     if not local or "tp" not in placement(plan, local)[1]:
         return []

@@ -29,7 +29,7 @@ class Collectives(Ledger):
             self.calls.append((op, axis, full_bytes if op != "all_to_all" else 0))
 
     def numbers(self, axes: Sequence[str]) -> Met:
-        """Returns a hash for each axis, outermost first, of the calls over it and those further out; then of sizes.
+        """Returns hashes: for each axis, outermost first, of calls over it and those further out; then of sizes.
 
         What ranks gather or sum has one size on all ranks of an axis; what they exchange has not.
         """
@@ -51,9 +51,12 @@ MOST_SAID = 600  # characters of a refusal that one rank alone came to
 def check_met(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: Met) -> None:
     """Raises `RefusedPlan` on all ranks where one refused its share, or where collectives do not meet. Collective.
 
-    The ends alone are tried by all; what lies between may have other extents, or none. Ranks that share no group of an
-    axis may come to other collectives over it: those over axes further out, which they share, stay in one order. Sizes
-    are those of a group's own ranks.
+    place  this rank's index on each axis of `met`
+    met    its hashes of collectives (`Collectives.numbers`)
+
+    Ranks between the ends, which all have tried, may have other extents, or none. Ranks that share no group of an axis
+    may make other calls over it, as long as those over axes further out, which they share, stay in one order. Sizes are
+    compared within a group alone.
     """
     # One row of a fixed size: whether each refuses, its text, and its collectives.
     said = (str(error) if error is not None else "").encode()[:MOST_SAID]

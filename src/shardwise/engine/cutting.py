@@ -137,6 +137,7 @@ def _runs(task: Task, precision: Precision, built: Built, sample: Any, counts: t
 def _traced(
     task: Task, plan: Plan, precision: Precision, built: Built, sample: Any, seed: int
 ) -> tuple[Flow, str]:  # fmt: skip
+    """Returns (the recorded forward on the samples, a notice or ""); raises an error that blames task or plan."""
     built.module.train()  # a step runs it so, with dropout and batch norm
     try:
         return trace_forward(built, output_alone(task, precision), sample, seed, precision.dtype_of)
@@ -148,9 +149,9 @@ def _traced(
 
 
 def _fullest(flows: Iterable[Iterator[Flow]]) -> tuple[Flow, Flow]:
-    """Returns one forward for each of two numbers of samples, with all the calls that chance leaves some out of.
+    """Returns a forward for each of two numbers of samples, each with all calls, though chance may leave some out.
 
-    flows  for each number of samples, forwards; each is run when it is asked for, so none that is not needed
+    flows  for each number of samples an iterator of recorded forwards, run one by one as they are taken from it
 
     Where no two have all the calls, it returns the first ones, whose calls differ.
     """
@@ -180,7 +181,7 @@ def _among(some: list[tuple[str, int]], calls: list[tuple[str, int]]) -> bool:
 def _places(
     flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str], apart: str
 ) -> list[CutPoint]:  # fmt: skip
-    """Returns where stages begin: between blocks if there are enough of them, else inside too, but for `units`."""
+    """Returns the points at which stages begin: between blocks if there are enough, else within, but in no unit."""
     if plan.stages:
         return choose(flow, module, count, plan.stages, units, apart)
     try:
@@ -239,7 +240,7 @@ class _Where:
             self.spans.setdefault(call.path, []).append((call.enter, call.exit))
 
     def of(self, module: nn.Module, tensor: torch.Tensor) -> list[int]:
-        """Returns indices of stages; the first one for a tensor of the outermost module or of one that never runs.
+        """Returns the indices of the stages that use a tensor; [0] for the outermost module's, or where none runs.
 
         One that never ran may run where the forward decides by values on other samples.
         """

@@ -47,7 +47,7 @@ class Ema:
             torch._foreach_lerp_(of_device, weights, 1 - self.decay)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, this rank's piece of the average) of each weight of which it holds elements."""
+        """Yields (name, this rank's piece of the average) of each weight of which this rank holds elements."""
         return iter(zip(self._names, self._averages, strict=True))
 
     @contextmanager

@@ -94,7 +94,7 @@ def parallelize(
 
 
 def _takes_groups(task: Task, plan: Plan, error: Exception) -> bool:
-    """Returns whether a look failed on a few samples, where one process runs on whole micro-batches alone.
+    """Whether a look failed on a few samples for want of more: one process runs on whole micro-batches alone.
 
     Every rank asks itself alike. Not of pipeline stages, of which one may fail where others do not.
     """
@@ -199,7 +199,7 @@ class Engine:
         return during(evaluation_weights(self.state), outputs) if has_mode(self.state.optimizer) else outputs
 
     def metrics(self) -> dict[str, float]:
-        """Returns Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+        """Returns {metric: value} of `Task.metrics` over all samples of the last step, or of `evaluate`. Collective."""
         return steps.collect_metrics(self.state)
 
     # --- whole tensors
@@ -249,7 +249,7 @@ class Engine:
     # --- looking on
 
     def memory(self) -> dict[str, int | None]:
-        """Returns bytes held by this rank now: parameters (masters too), gradients, optimizer; peak on a GPU."""
+        """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer" and others."""
         return weights_out.memory(self.state)
 
     @contextmanager
@@ -289,7 +289,7 @@ class Engine:
 
     @property
     def mesh(self) -> Mesh:
-        """Returns this rank's place and its groups."""
+        """Returns the `Mesh`: this rank's place on each axis, and its process groups."""
         return self.state.mesh
 
     @property
@@ -314,7 +314,7 @@ class Engine:
 
     @property
     def steps_done(self) -> int:
-        """Returns optimizer steps so far, skipped ones included."""
+        """Returns the number of optimizer steps so far, skipped ones included."""
         return self.state.steps_done
 
     @property
@@ -329,15 +329,15 @@ class Engine:
 
     @property
     def world_size(self) -> int:
-        """Returns ranks in the run."""
+        """Returns how many ranks the run has."""
         return self.plan.world_size
 
     @property
     def data_rank(self) -> int:
-        """Returns which part of each micro-batch this rank takes."""
+        """Returns the number, from 0, of the part of each micro-batch that this rank takes."""
         return self.state.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """Returns parts that each micro-batch is dealt into."""
+        """Returns how many parts each micro-batch is dealt into."""
         return self.state.data_ranks

@@ -89,7 +89,7 @@ def _along(cuts: Sequence[Sequence[Any]]) -> Along:
 
 
 def _ends(positions: Positions) -> list[tuple[int, ...]]:
-    """Returns the places on the axes of the first rank and of the last."""
+    """Returns the indices on each axis of the first rank and of the last."""
     return [tuple(0 for _ in positions.axes), tuple(axis.size - 1 for axis in positions.axes)]
 
 
@@ -98,7 +98,7 @@ class _Noted:
     """Notes of the rehearsals of one candidate, filled by `_rehearse`.
 
     results    how each leaf of a submodule's result is cut, by (path, number of the call)
-    attention  its calls
+    attention  calls of attention
     gathers    what is made whole on every rank for an operation on tiles
     """
 
@@ -117,16 +117,16 @@ def _search(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the first candidate that a rehearsal on shares goes through with, as JSON: its place, and what was noted.
+    """Returns, as a JSON dict, the first candidate with which a rehearsal on shares succeeds: "place" and these keys.
 
-    zigzag   whether it goes through so dealt, where attention is causal
+    zigzag   whether it succeeds with shares dealt in zigzag, where attention is causal
     tables   whether ranges inside the module are dealt alike
     met      the collectives of the first rank and of the last
     routes   of attention, and what is gathered whole, for people
     stopped  why what was proposed before, on which the module runs, cannot be cut
     mask     the largest that attention is given for all pairs: shape, bytes
     results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
-    One under which every operation has a rule comes before all that gather a sequence for those without.
+    Candidates under which every operation has a rule come before those that gather a sequence for some operations.
     """
     stopped: dict[str, str] = {}
     # Tiles are never gathered for an operation without a rule: a field may not fit one rank.
@@ -206,7 +206,7 @@ def _of_integers(positions: Positions, batch: Any) -> bool:
 
 
 def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[Met]]:
-    """Returns the first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
+    """Returns (the refusal of a trial as the first rank or the last, None without; the collectives of both).
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
     """
@@ -222,9 +222,9 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
 def _tried(
     positions: Positions, trial: _Trial, noted: _Noted
 ) -> tuple[Positions, RefusedPlan | None, list[Met]]:  # fmt: skip
-    """Returns (the positions, a trial's first refusal or None, its collectives).
+    """Returns (the positions, the refusal of a trial forward or None, the collectives of the first and the last rank).
 
-    Tables inside the module stay whole in the positions if they have to.
+    Tables inside the module (of a sequence's positions) are cut too, unless the trial refuses that.
     """
     # With tables cut first: then they grow with a rank's share alone.
     if positions.what == "sequence" and positions.inside is None:
@@ -244,11 +244,11 @@ def _nothing(
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = domain.without_space(task.spatial, len(plan.domain), batch, _names(batch))
-    elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
+    elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):  # a field?
         which = sequence.of_several(batch, samples, _names(batch)) if task.sequence is None else {}
         by_name = f"; Task(sequence={which}) says which of several dims of one size are positions" if which else ""
         reasons.append("domain= cuts space" + by_name.replace("'", '"'))
-    elif stopped and all(stopped.values()):
+    elif stopped and all(stopped.values()):  # each candidate has a remedy: the first one's
         reasons[0] += f" ({stopped[reasons[0]]})"
     return RefusedPlan(
         f"{axes}: no dim of the batch can be cut as a {what} (dp_shard deals samples): "
@@ -259,6 +259,7 @@ def _nothing(
 def _candidates(
     task: Task, plan: Plan, inner: tuple[Axis, ...], built: Built, batch: Any, samples: int
 ) -> Iterator[Candidate]:  # fmt: skip
+    """Returns the ways to cut positions that are tried in turn: of fields under `domain`, else of sequences."""
     if plan.tiles > 1:
         return _fields(task, plan, {axis.name: axis for axis in inner}, batch, samples)
     least = plan.tp if plan.sp else 1  # sp cuts each share of positions again, over tp
@@ -270,7 +271,7 @@ def _candidates(
 
 
 def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) -> Iterator[Candidate]:
-    """Yields candidates that cut what blocks hand on (patches of a picture, frames of a sound), not the batch."""
+    """Yields candidates that cut tensors between blocks (patches of a picture, frames of a sound), not the batch."""
     whole: tuple[Cuts, ...] = ((),) * len(tree_flatten(batch)[0])
     for inside in sequence.insides(find_blocks(built.module).paths, inner, least):
         positions = Positions(whole, _names(batch), "sequence", least, inside=inside)
@@ -318,7 +319,7 @@ def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
 ) -> tuple[RefusedPlan | None, Met]:  # fmt: skip
-    """Returns the refusal, or None, of a trial forward and backward at a place on the axes, and its collectives.
+    """Returns (refusal or None, hashes of collectives) of a trial forward and backward as the rank at `place`.
 
     Nothing is sent.
     """
@@ -329,6 +330,7 @@ def _rehearse(
     alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
+        """Returns the loss of a module on its share; notes how results are cut, and calls of attention."""
         met.clear()  # called again where tensors without values do not do
         gathered.clear()
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None

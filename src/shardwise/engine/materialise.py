@@ -24,7 +24,7 @@ from shardwise.trace.stand_in import exchange
 def build_everywhere(
     task: Task, seed: int, world: Axis, device: torch.device, own: bool = True
 ) -> tuple[Built, ValueOf]:  # fmt: skip
-    """Returns the built module and a function from a parameter's name to its initial value, equal on every rank.
+    """Returns (the built module, a function from a parameter's name to its initial value, equal on every rank).
 
     Where the constructor cannot be replayed, or captured values that differ between ranks, rank 0's values are sent
     to all; the function is then collective and must be called for the same names in the same order.
@@ -96,7 +96,7 @@ _MOST = 4  # patterns of names in the notice
 
 
 def noting_digests(value_of: ValueOf, names: Container[str], digests: dict[str, str]) -> ValueOf:
-    """Returns the function, which puts the digest of each of these parameters' whole values into `digests`."""
+    """Returns `value_of`, which now also puts the digests of the values of `names` into `digests`, by name."""
 
     def value(name: str) -> torch.Tensor:
         whole = value_of(name)
@@ -109,7 +109,7 @@ def noting_digests(value_of: ValueOf, names: Container[str], digests: dict[str, 
 
 
 def hooked_weight(module: nn.Module) -> str | None:
-    """Returns the name of a parameter with a hook on its gradient, if there is one."""
+    """Returns the name of the first parameter with a hook on its gradient; None without one."""
     for name, param in module.named_parameters():
         if (param._backward_hooks and not is_watched(param)) or param._post_accumulate_grad_hooks:
             return name
@@ -117,7 +117,7 @@ def hooked_weight(module: nn.Module) -> str | None:
 
 
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor], kinds: tuple[str, ...]) -> None:
-    """Replace each tensor of the given kinds, once, wherever it is held."""
+    """Replace each parameter, buffer or plain attribute (`kinds`) by `make(name, tensor)`, a shared tensor once."""
     names = {id(tensor): (name, tensor) for name, tensor in named_tensors(module)}
     made: dict[int, torch.Tensor] = {}
     for child in module.modules():

@@ -26,7 +26,7 @@ def refuse_without_blocks(plan: Plan, blocks: Blocks) -> None:
 def move_activations(
     module: nn.Module, blocks: Blocks, plan: Plan, mesh: Mesh, notices: list[str]
 ) -> Activations | None:  # fmt: skip
-    """Let what blocks keep go to a store, as the plan says, once their forwards are prepared; None where it does not.
+    """Send what blocks keep for backward to stores; returns the `Activations` that do so, None without such an offload.
 
     notices  are added, of stores and of a fraction of which no block is left
 

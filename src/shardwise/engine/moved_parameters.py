@@ -25,7 +25,7 @@ class _Unit:
 def shards_elsewhere(
     plan: Plan, mesh: Mesh, notices: list[str]
 ) -> Callable[[list[list[torch.Tensor]]], ShardFile | None] | None:
-    """Returns what gives the shards of zero=3 memory of a file, as the plan says; None where they stay.
+    """Returns a function that puts the shards of zero=3 into a file, as the plan says; None where they stay in memory.
 
     Raises `RefusedPlan` for a device that has memory of its own.
     """
@@ -36,6 +36,7 @@ def shards_elsewhere(
         raise RefusedPlan(f"offload={plan.offload}: {OWN_MEMORY}")
 
     def lay(shards: list[list[torch.Tensor]]) -> ShardFile | None:
+        """Returns the file of the units' shards that move, as dealt; None, with a notice, where none does."""
         units = [_Unit(unit, sum(shard.numel() * shard.element_size() for shard in unit)) for unit in shards]
         (moving,) = dealt(units, placed)
         if not any(unit.size for unit in moving):

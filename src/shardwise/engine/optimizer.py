@@ -55,7 +55,7 @@ class Nature:
 
     @property
     def needs(self) -> int:
-        """Returns a number that is larger where an update needs more of the parameters."""
+        """Returns 0 for an elementwise update, 1 per tensor, 2 joint: larger for what needs more of the parameters."""
         return KINDS.index(self.kind)
 
 
@@ -81,7 +81,7 @@ def over_pieces(
 ) -> Optimizer:  # fmt: skip
     """Returns an optimizer made for full shapes that updates pieces: `pieces[i]` belong to the i-th parameter.
 
-    marks   attributes of parameters, by index: what chooses by them sees them, when it is made and in its steps
+    marks   attributes of parameters, by index: set on their pieces, as an optimizer may choose by them
     """
     # of a parameter of which this rank has no piece: like the others
     dtype = next((p.dtype.to_real() for params in pieces.values() for p in params), torch.float32)
@@ -103,7 +103,7 @@ def over_pieces(
 
 
 def _remade(optimizer: Optimizer) -> Optimizer:
-    """Returns such an optimizer made over the pieces, for classes that make state when they are built (Adagrad)."""
+    """Returns the optimizer made anew over its pieces, for classes that make state when they are built (Adagrad)."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     # Defaults hold more than the constructor takes in some classes.
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
@@ -111,7 +111,7 @@ def _remade(optimizer: Optimizer) -> Optimizer:
 
 
 def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[bool] = ()) -> Nature:
-    """Run the optimizer on small tensors of the same kinds of shape: whole, one at a time, and in pieces.
+    """Returns the `Nature` that a trial shows: the optimizer runs on small tensors whole, one by one, and in pieces.
 
     numbers  of each shape, whether it is one of complex numbers; none are where it is empty
     Results are compared relative to the size of the updates, with all arithmetic kept in float64.
@@ -161,6 +161,7 @@ def _small(shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> list[tuple[
 
 
 def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> None:
+    """Take one optimizer step for each list of gradients; one with a mode ends in evaluation."""
     enter_training(optimizer)  # a script may enter it after `prepare` alone
     for group in optimizer.param_groups:
         if not group.get("lr", 1.0):
@@ -234,6 +235,7 @@ def same_by_subgroups(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: 
 
 
 def _by_subgroups(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    """Returns the values after trial steps in which the optimizer sees one parameter at a time."""
     params = [nn.Parameter(value.clone()) for value in values]
     optimizer = construct(make, params)
     step = optimizer.step
@@ -279,18 +281,11 @@ def refuse(
 
 
 def make_optimizer(
-    make: OptimizerFn,
-    nature: Nature,
-    technique: DataParallel,
-    names: list[str],
-    shapes: list[torch.Size],
-    shard: Axis,
-    *,
-    plan: Plan,
-    tensor: TensorParallel | None = None,
+    make: OptimizerFn, nature: Nature, technique: DataParallel, names: list[str], shapes: list[torch.Size],
+    shard: Axis, *, plan: Plan, tensor: TensorParallel | None = None,
     marks: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-) -> tuple[Optimizer, OwnedMasters | None]:
-    """Returns this rank's optimizer, and the owners of whole tensors where it needs these.
+) -> tuple[Optimizer, OwnedMasters | None]:  # fmt: skip
+    """Returns (this rank's optimizer, the whole tensors that this rank owns where it needs these, else None).
 
     nature  what `try_out` found
     tensor  the cuts of tp

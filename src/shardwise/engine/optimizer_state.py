@@ -68,14 +68,14 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
 
 
 def _source(state: RankState, name: str) -> int:
-    """Returns the rank whose row describes a parameter's state: this one; under a pipeline the first that holds it."""
+    """Returns the rank whose row describes a parameter's state: this rank; under a pipeline the first that holds it."""
     if state.staged is None:
         return state.mesh.rank
     return state.mesh.pp.ranks[state.staged.cut.holders[name][0]]
 
 
 def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
-    """Returns this rank's row of the table, and the tensors that it counts, by parameter."""
+    """Returns ({name: this rank's `_Row` of the table}, {name: the tensors of that row, by number})."""
     cuts = set(state.tensor.cuts if state.tensor is not None else ())
     cuts |= set(state.experts.experts if state.experts is not None else ())
     # A share over tp or ep is whole to its technique, and a piece of the weight.
@@ -104,6 +104,7 @@ class _Form:
     """
 
     def __init__(self, name: str, table: list[dict[str, _Row]], source: int):
+        """Decide, alike on every rank, how each tensor of a parameter's state comes: sent, as pieces, or a number."""
         rows = {rank: row[name] for rank, row in enumerate(table) if name in row}
         with_state = {rank: row for rank, row in rows.items() if row.template is not None}
         self.from_table: dict[int, torch.Tensor] = {}
@@ -152,6 +153,7 @@ def _leaves(
     homes = {slot.name: slot.master.device for slot in state.technique.slots}
 
     def leaf(index: int, name: str, place: int) -> Gathering:
+        """Begin to gather one tensor of a parameter's state: pieces are joined, an owner's is broadcast."""
         form, mine = forms[name], tensors_of.get(name, [])
         dtype, shape, _ = form.tensors[place]
         nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
@@ -187,6 +189,7 @@ def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
 
 
 def _decoded(template: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    """Returns the state that `_encoded` made JSON of, with `tensors` in the place of their numbers."""
     ((kind, value),) = template.items()
     if kind == "tensor":
         return tensors[value]

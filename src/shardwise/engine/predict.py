@@ -52,7 +52,7 @@ def _micro_batch(state: RankState, part: Share, select: Callable[[Any], Any] | N
 
 @torch.no_grad()
 def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
-    """Returns this rank's leaves and row of the table; [] and None where another rank sends, or no sample counts."""
+    """Returns (this rank's output leaves, its row of the table); ([], None) where it has none to send."""
     forward = state.forward
     set_training(state.module, False)
     try:
@@ -108,7 +108,7 @@ def _check(table: list[dict]) -> None:
 
 
 def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
-    """Returns the leaves of one rank on rank 0's CPU; that rank sends them, and others do nothing."""
+    """Returns one rank's output leaves on rank 0's CPU; that rank sends them, others return [] at once."""
     world, source = state.mesh.world, row["rank"]
     if state.mesh.rank not in (0, source):
         return []

@@ -240,7 +240,8 @@ class _Spread:
         return value_of
 
     def install(self, module: nn.Module, absent: set[str], mesh: Mesh, *, traced: bool) -> None:
-        """Let the module run on shares; what other stages hold is `absent`. Collective with experts."""
+        """Replace forwards so that the module runs on shares; `absent`: names of other stages' weights. Collective with
+        experts."""
         if self.positions is not None and self.positions.inside is not None:
             self.positions.inside.install(module)
         if self.tensor is not None:
@@ -305,7 +306,7 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
 def _prepare(module: nn.Module, blocks: Blocks, plan: Plan, notices: list[str]) -> None:
     """Let each block be recomputed and compiled, as the plan says.
 
-    Where weights or positions are cut the compiled one is what runs again.
+    Where weights or positions are cut, recompute is around the compiled forward; else it is compiled with it.
 
     notices  gets a line for blocks that are not compiled, now or in the step that finds them so
     """
@@ -327,7 +328,7 @@ def _prepare(module: nn.Module, blocks: Blocks, plan: Plan, notices: list[str]) 
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the forward, compiled; it runs as it is where a dispatch mode watches.
+    """Returns the forward, compiled; it runs uncompiled where a dispatch mode is on.
 
     The compiler would skip it there (a look at a few samples), and then for good.
     """
@@ -340,7 +341,7 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile_cut(block: nn.Module, path: str, blocks: Blocks, notices: list[str]) -> str:
-    """Compile a block whose weights may be cut; returns why it stays as it is, if it does."""
+    """Compile a block whose weights may be cut; returns why it is left uncompiled, "" where it is compiled."""
     if any(other.startswith(f"{path}.") for other in blocks.paths):
         return "there are blocks inside it, which are compiled"
     reason = why_eager(block)
@@ -373,7 +374,7 @@ def _full_shard(
     frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None, kept: set[str],
     elsewhere: Callable[[list[list[torch.Tensor]]], ShardFile | None] | None, *, host: bool,
 ) -> tuple[DataParallel, ShardFile | None]:  # fmt: skip
-    """Returns the technique of zero=3, and the file in which its shards lie, if they do.
+    """Returns (the technique of zero=3, the file in which its shards lie, None where they lie in memory).
 
     Units of FSDP2, and beside them experts and the parameters `kept` whole.
     """
@@ -426,7 +427,7 @@ def _whole_module(
 def _with_experts(
     module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: ZeroStage
 ) -> WithExperts:
-    """Returns a technique of two: `rest`, and one for experts over the ranks that hold the same ones."""
+    """Returns a technique of two: `rest`, and one for the experts in `spread`, over ranks that hold the same ones."""
     named = [(name, param) for name, param in trainable(module) if name in spread]
     pairs = pairs_in(module)
     technique: DataParallel

@@ -42,7 +42,7 @@ from shardwise.tiers.subgroups import Path, Spec
 
 
 def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | None:
-    """Returns where the optimizer's state lies between steps, as the plan says; None where all it updates is here.
+    """Returns the tiers of the optimizer's state between steps, as the plan says; None where all of it stays here.
 
     makes   what makes such an optimizer, by which it is tried; one for each of the settings that its groups have
     Raises `RefusedPlan` for an optimizer whose state cannot lie elsewhere, and a place that has no room.
@@ -86,7 +86,7 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
 
 
 def _op_by_op(state: RankState) -> list[str]:
-    """Returns a notice where the host's processor updates op by op what one of torch's kernels could."""
+    """Returns [a notice] where the host's processor updates weights op by op, and torch has a fused kernel; else []."""
     if not weights_on_host(state.plan.offload) or getattr(state.optimizer, "defaults", {}).get("fused", True):
         return []
     return [
@@ -96,20 +96,20 @@ def _op_by_op(state: RankState) -> list[str]:
 
 
 def _moving(state: RankState) -> tuple[Placement, ...]:
-    """Returns the placements for which state moves: none to the host, where weights lie there with what they have."""
+    """Returns the plan's placements of optimizer state that move it: none to the host where weights lie there."""
     beside = weights_on_host(state.plan.offload)
     placed = placements(state.plan.offload, "optimizer")
     return tuple(placement for placement in placed if not (beside and placement.tier == "host"))
 
 
 def _narrow(state: RankState) -> str:
-    """Returns what a plan says of state that rests in fewer bytes: its keys and values; "" where it says nothing."""
+    """Returns the plan's keys of state that rests in fewer bytes, as "optimizer_state=int8"; "" where it has none."""
     keys = ("optimizer_state", "masters")
     return ",".join(f"{key}={getattr(state.plan, key)}" for key in keys if getattr(state.plan, key) != "full")
 
 
 def _staying(unit: Unit) -> Unit:
-    """Returns a unit that stays on the device: of its state, what rests by a code."""
+    """Returns the unit for state that stays on the device: with those tensors alone that rest in a code."""
     states = [{path: spec for path, spec in state.items() if spec.codec is not None} for state in unit.states]
     coded = unit.master is not None and unit.master.codec is not None
     return replace(unit, states=states, master=unit.master if coded else None, wide=unit.wide if coded else None)
@@ -138,6 +138,7 @@ def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
 
 
 def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[OptimizerFn]) -> None:
+    """Raises `RefusedPlan` for an optimizer or a device with which state cannot lie there or rest narrowly."""
     text = ",".join(filter(None, [f"offload={state.plan.offload}" if placed or state.shards else "", _narrow(state)]))
     if not places.has_own_memory(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
@@ -165,6 +166,7 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
 
 
 def _refuse_split(state: RankState, placed: Sequence[Placement]) -> None:
+    """Raise `RefusedPlan` where masters cannot be split into a weight and the bits that it lacks."""
     if state.owners is not None:
         why = f"{type(state.optimizer).__name__} updates whole tensors on their owners, beside all ranks' pieces"
     elif state.written:
@@ -267,7 +269,7 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
 
 
 def _coded(state: RankState, spec: Spec, param: nn.Parameter) -> Spec:
-    """Returns how a tensor of a parameter's state rests: by the plan's code where it is real and of its shape."""
+    """Returns `spec` with the plan's code, for a real tensor of the parameter's shape; else `spec` as it is."""
     codec = CODECS.get(state.plan.optimizer_state)
     if codec is None or spec.shape != param.shape or not spec.dtype.is_floating_point:
         return spec

@@ -21,7 +21,7 @@ from shardwise.tiers.activations import memory_of
 
 
 def state_dict(state: RankState) -> dict[str, torch.Tensor]:
-    """Returns whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
+    """Returns {the module's own name: whole tensor on the CPU} of parameters and persistent buffers. Collective."""
     made = {name: value.cpu().clone() for name, value in _named_weights(state)}
     return {name: made[name] for name in state.module.state_dict(keep_vars=True) if name in made}
 
@@ -116,7 +116,7 @@ class _Writer:
 
 
 def memory(state: RankState) -> dict[str, int | None]:
-    """Returns bytes that this rank holds now: parameters (masters too), gradients, optimizer state; peak on a GPU.
+    """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer"; a GPU's peak.
 
     What lies in a tier is no part of these, and beside them: "host", "disk" (for activations the most so far).
     """

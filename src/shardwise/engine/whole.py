@@ -50,7 +50,7 @@ def full_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _born_later(staged: StagedForward, buffers: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Returns name -> first pipeline rank that has it, for buffers that a forward has created. Collective."""
+    """Returns {name: first pipeline rank that has it} of buffers that a forward has created. Collective."""
     later = gather_json(sorted(buffers.keys() - staged.cut.buffers.keys()), staged.axis, staged.device)
     # reversed, so that the first rank is the one that stays
     return {name: index for index, names in reversed([*enumerate(later)]) for name in names}
@@ -69,7 +69,7 @@ def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of each buffer whose right values this rank has.
+    """Yields (name, tensor) of each buffer whose values one process would have too: those of this rank's stages.
 
     Under a pipeline that is one rank for each, and only buffers that the constructor made count.
     """
@@ -98,7 +98,7 @@ def _used(state: RankState, index_of: dict[str, int], name: str, param: Any) -> 
 
 
 def together(state: RankState, name: str, piece: Gathering) -> Gathering:
-    """Returns the whole tensor of this rank's piece of a parameter, or of a tensor like it (None stays None)."""
+    """Returns the whole tensor of which this rank has a piece, of a parameter or one like it; of None None."""
     share = yield from piece
     # inside out: ep deals whole experts, and tp cuts the inside of each
     share = share if state.experts is None else (yield from state.experts.whole(name, share))

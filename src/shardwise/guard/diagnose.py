@@ -37,7 +37,7 @@ class Deadlines:
     save_s: float = 1800.0
 
     def of(self, phase: str) -> float:
-        """Returns how many seconds a rank may do nothing in this phase; 0: for ever."""
+        """Returns for how many seconds a rank may show no progress in this phase; 0: without limit."""
         return float(getattr(self, f"{_deadline(phase)}_s"))
 
 
@@ -99,11 +99,11 @@ class RankWatch:
         return finding
 
     def differing(self) -> Finding | None:
-        """Returns the first collective in which ranks differ, if one is kept."""
+        """Returns a finding on the first recorded collective in which ranks differ; None where they do not."""
         return self._differing(self.see())
 
     def waiting(self) -> dict[int, str]:
-        """Returns a line for each rank that waits for others that have not come: where it waits, and for whom."""
+        """Returns {rank: a line on where it waits and for whom} of each rank that waits for absent ones."""
         ranks = self.see()
         absent = {rank: missing_of(seen, ranks) for rank, seen in ranks.items() if seen.waits_key and not seen.ended}
         return {rank: self.waiting_line(ranks[rank], missing) for rank, missing in absent.items() if missing}
@@ -111,7 +111,7 @@ class RankWatch:
     # --- certain
 
     def _differing(self, ranks: Mapping[int, RankSnapshot]) -> Finding | None:
-        """Returns the first collective that ranks have issued unlike; looks at each number once."""
+        """Returns a finding on the first collective that ranks issued unlike, or None; looks at each number once."""
         for key, group in _collective_groups(ranks):
             members = [rank for rank in group.ranks if rank in ranks and key in ranks[rank].groups]
             if len(members) < 2:
@@ -133,7 +133,7 @@ class RankWatch:
         return None
 
     def _never(self, ranks: Mapping[int, RankSnapshot], ended: set[int]) -> Finding | None:
-        """Returns ranks that wait in a circle, or for one that has ended: none of them will ever go on."""
+        """Returns a finding on ranks that wait in a circle, or for one that has ended, and wait forever; else None."""
         stuck = {rank for rank, seen in ranks.items() if seen.waits_key and rank not in ended}
         missing = {rank: missing_of(ranks[rank], ranks) for rank in stuck}
         while True:
@@ -193,7 +193,7 @@ class RankWatch:
             if rank in ended or not limit or now - seen.moved <= limit:
                 continue
             absent = missing_of(seen, ranks) if seen.waits_key else []
-            if any(other in ended for other in absent):
+            if any(other in ended for other in absent):  # whom it waits for is done, and will not come
                 return self._never_finding(ranks, ended, [rank], {rank: absent})
             if not absent:  # else it waits for somebody, who is judged
                 late.append((bool(seen.waits_key), seen.moved, rank))
@@ -242,7 +242,7 @@ class RankWatch:
 
 
 def missing_of(seen: RankSnapshot, ranks: Mapping[int, RankSnapshot]) -> list[int]:
-    """Returns the ranks that have not come to the collective in which this one waits."""
+    """Returns the ranks of this host that have not come to the collective in which the rank of `seen` waits."""
     group = seen.groups.get(seen.waits_key)
     if group is None:
         return []
@@ -263,7 +263,7 @@ def _collective_groups(ranks: Mapping[int, RankSnapshot]) -> list[tuple[str, Gro
 
 
 def _odd_one(entries: Mapping[int, IssuedCollective], key: str, number: int, group: GroupRecord) -> Finding | None:
-    """Returns the rank whose collective is another than the majority's, if there is one."""
+    """Returns a finding on the rank whose collective differs from the majority's; None where all are alike."""
     for first in sorted(entries):
         for other in sorted(entries):
             what = differ(entries[first], entries[other]) if first < other else ""
@@ -282,7 +282,7 @@ def _alike(entries: Mapping[int, IssuedCollective], rank: int) -> int:
 
 
 def _why(seen: RankSnapshot, now: float) -> str:
-    """Returns why a rank does nothing, in words."""
+    """Returns in words why a rank makes no progress: where it is, and since when."""
     state = process_state(seen.pid)
     if state in ("T", "t"):
         return "its process is stopped (SIGSTOP)"

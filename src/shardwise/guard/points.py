@@ -46,7 +46,7 @@ Listener = Callable[[str, int, Any], None]
 
 
 class _Here:
-    """This process's record and listener."""
+    """The process's state: its shared-memory record, a listener to `reach` (faults of tests), and the last step."""
 
     record: RankRecord | None = None
     listener: Listener | None = None
@@ -54,18 +54,18 @@ class _Here:
 
 
 def have(record: RankRecord | None) -> None:
-    """Set this process's record (None: none is written) and the listener that the environment names."""
+    """Set the record that this process writes (None: it writes none), and the listener that the environment names."""
     _Here.record, _Here.step = record, -1
     listen_as_asked()
 
 
 def record() -> RankRecord | None:
-    """Returns this process's record, where somebody watches."""
+    """Returns this process's shared-memory record; None where nobody watches."""
     return _Here.record
 
 
 def listen_as_asked() -> None:
-    """Take the listener that the environment names, or none."""
+    """Install the listener that the environment names, or none."""
     wished = os.environ.get(VARIABLE)
     _Here.listener = None
     if wished:

@@ -88,7 +88,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """A rank's record as a watcher saw it."""
+    """A rank's record as a watcher read it at one moment."""
 
     rank: int
     pid: int
@@ -110,13 +110,13 @@ class RankSnapshot:
 
 
 def memory_folder() -> str:
-    """Returns a folder whose files lie in memory, else that for temporary files."""
+    """Returns a folder whose files lie in memory (/dev/shm), else the one for temporary files."""
     shared = "/dev/shm"
     return shared if os.access(shared, os.W_OK | os.X_OK) else tempfile.gettempdir()
 
 
 def _mapped(path: str | Path) -> mmap.mmap:
-    """Map a record's file, made by whichever process comes first; all of it is allocated, so a full disk fails here."""
+    """Returns a record's file mapped; the first process makes it, wholly allocated, so that a full disk fails here."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(handle).st_size < SIZE:
@@ -165,7 +165,7 @@ class RankRecord:
         struct.pack_into("<qiii", self.memory, 0, os.getpid(), rank, world, RUNNING)
 
     def text(self, value: str) -> int:
-        """Returns the number of a text; 0 where there is no more place."""
+        """Returns the number under which the record holds a text; 0 where the record is full."""
         at = self._strings.get(value)
         if at is None:
             with self._lock:
@@ -180,7 +180,7 @@ class RankRecord:
         return at
 
     def group(self, key: str, between_two: bool = False) -> int:
-        """Returns the number of a group; -1 where there is no more place."""
+        """Returns the number under which the record holds a process group; -1 where the record is full."""
         with self._lock:
             ring = -1
             if not between_two:

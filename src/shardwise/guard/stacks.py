@@ -51,7 +51,7 @@ def ask(pid: int) -> None:
 
 
 def wake(pid: int) -> None:
-    """Let a process that is stopped run, so that it answers."""
+    """Continue a process that is stopped (SIGCONT), so that it answers a request for its stack."""
     if process_state(pid) in ("T", "t"):
         try:
             os.kill(pid, signal.SIGCONT)
@@ -90,7 +90,7 @@ def wait(ranks: set[int], dump: Callable[[int], str]) -> None:
 
 
 def complete(dump: str) -> bool:
-    """Returns whether a dump has the thread that answered, to its outermost frame: it comes last in it."""
+    """Whether a dump is complete: the thread that answers comes last, and is there to its outermost frame."""
     last = dump.rpartition("Current thread ")[2] if "Current thread " in dump else ""
     return last.endswith("\n") and last.rstrip().endswith(("in <module>", "\n  ..."))
 

@@ -81,7 +81,7 @@ def _lives(pid: int) -> bool:
 
 
 def _still_there(alive: dict[int, int]) -> bool:
-    """Returns whether any of these processes is there after the launcher had its time."""
+    """Whether any of these processes still lives after the launcher's time to end them (`LAUNCHER_S`)."""
     until = time.monotonic() + LAUNCHER_S
     while time.monotonic() < until:
         if not any(map(_lives, alive.values())):

@@ -162,6 +162,7 @@ def _names_in(path: Path) -> set[str]:
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) of a safetensors file, or of all files of a checkpoint's folder."""
     from safetensors import safe_open
 
     from shardwise.hf.folder_tensors import Checkpoint
@@ -197,7 +198,7 @@ def _named(
 
 
 def _class_of(weights: Any, config: Any) -> Any:
-    """Returns the model's class: the engine's, or what the configuration names."""
+    """Returns the model's class: the engine's, or the one that the configuration names; None where neither tells."""
     if isinstance(weights, Engine):
         return next((kind for kind in type(weights.module).__mro__ if "FSDP" not in kind.__name__), None)
     import transformers
@@ -207,7 +208,7 @@ def _class_of(weights: Any, config: Any) -> Any:
 
 
 class _Files:
-    """Writer of tensors into files of at most so many bytes, named when their number is known."""
+    """Writer of tensors into files of at most `file_bytes` each, named when their number is known."""
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         self.folder, self.file_bytes = folder, file_bytes
@@ -233,6 +234,7 @@ class _Files:
         self.waiting, self.waiting_bytes = {}, 0
 
     def finish(self) -> None:
+        """Give the files their final names, now that their number is known, and write the index of several."""
         if self.waiting:
             self._write()
         count = len(self.names)

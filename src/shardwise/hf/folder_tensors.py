@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Returns name -> file of each tensor."""
+    """Returns {tensor: name of its file} of a folder."""
     if (folder / INDEX).exists():
         try:
             found = json.loads((folder / INDEX).read_bytes())["weight_map"]

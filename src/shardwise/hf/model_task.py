@@ -49,7 +49,7 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
 
 
 def _takes_one(model: Any) -> bool:
-    """Whether a constructor asks for one argument: the model that it wraps."""
+    """Whether a function (not a class) has exactly one required argument: the model that it is to wrap."""
     if not callable(model) or isinstance(model, type):
         return False
     needed = [value for value in inspect.signature(model).parameters.values() if value.default is value.empty]

@@ -19,7 +19,7 @@ from shardwise.hf.folder_tensors import Checkpoint
 
 @dataclass(frozen=True)
 class Recipe:
-    """One tensor's making: `sources` are (name on disk, pattern), and `converter` turns them into `target`.
+    """How one tensor is made: `sources` are (name on disk, pattern), and `converter` turns them into `target`.
 
     shapes   of each tensor that is made, by name
     """
@@ -45,7 +45,7 @@ class Recipe:
 
 
 def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
-    """Returns name in the model -> recipe, for every tensor of the checkpoint. `model` is on the meta device."""
+    """Returns {name in the model: recipe that makes it} of the checkpoint's tensors. `model` is on the meta device."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -79,7 +79,7 @@ def as_on_disk(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def is_renamed(model: Any) -> bool:
-    """Returns whether names or tensors on disk are others than in the model."""
+    """Whether transformers stores the model under other names, or tensors cut otherwise, than it has."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))

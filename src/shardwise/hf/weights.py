@@ -51,17 +51,17 @@ class Weights:
             self._matched(model, recipes_of(model, self.checkpoint))
 
     def __call__(self, name: str) -> None:
-        """None for every parameter: the constructor writes the folder's."""
+        """Returns None for every parameter, as `Task.weights` may: the constructor writes the folder's values."""
 
     def __reduce__(self) -> tuple:
         return Weights, (self.folder, self.config, None, self.new)
 
     def into(self, model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Returns the constructor, whose model of transformers gets the folder's weights."""
+        """Returns the constructor, now with the folder's weights in the transformers model that it makes."""
         return model if isinstance(model, _Filled) and model.weights is self else _Filled(model, self)
 
     def fill(self, model: nn.Module) -> str:
-        """Write the folder's weights into a model; returns why not for one of another kind or of other sizes."""
+        """Write the folder's weights into a model; returns "", or why not for one of another kind or of other sizes."""
         if type(model.config) is not type(self.config):
             return f"a {type(model.config).__name__} made the model, and the folder has a {type(self.config).__name__}"
         if any(param.is_meta for param in model.parameters()):
@@ -89,7 +89,7 @@ class Weights:
             write_from(tensors[name], partial(self.checkpoint.read, stored_as, tensors[name].dtype))
 
     def _matched(self, model: nn.Module, made: dict[str, Recipe]) -> dict[str, tuple[str, Recipe]]:
-        """Returns parameter or kept buffer -> the name that it is made under, and how; raises for missing ones."""
+        """Returns {parameter or kept buffer: (name of its recipe, recipe)}; raises `InputError` for missing ones."""
         recipes: dict[str, tuple[str, Recipe]] = {}
         missing = []
         aliases = _aliases(model)
@@ -172,7 +172,7 @@ def _of_shape(name: str, shape: torch.Size) -> str:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Returns parameter or kept buffer -> every name it goes by; tied weights have several."""
+    """Returns {parameter or kept buffer: all names of that tensor}; tied weights have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
         names.setdefault(id(tensor), []).append(name)

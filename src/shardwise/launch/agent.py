@@ -23,7 +23,7 @@ FAILED = 1
 
 
 def main(words: list[str]) -> int:
-    """Run torchrun with these words; returns 0, 75 where all ranks that failed stopped and saved, else 1.
+    """Run torchrun with these words; returns its exit code: 0, 75 where all failed ranks had stopped and saved, else 1.
 
     A rank that had not begun dies of the signal itself, and has nothing to save; nor has this host before its ranks.
     """

@@ -26,7 +26,7 @@ SUBMIT_S = 600.0
 
 @dataclass(frozen=True)
 class LaunchEngine:
-    """An engine that takes jobs.
+    """An engine that runs jobs (Slurm, Kubernetes, ...): how its files and its client's command lines are made.
 
     render      a job's files, by name, the one that is submitted first
     submit      (job, first file) -> words of the client that submits it

@@ -24,6 +24,7 @@ def address_of(host: str) -> str:
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
+    """Returns {file name: text}: a script that starts each host's ranks over ssh, and hands a stop to the first."""
     agent = f"/tmp/shardwise-{job.name}.pid"
     lines = ["#!/bin/bash", header(job), "# on each host: the same folder, and ssh without a password", "ranks=()"]
     send = "".join(f" -o SendEnv={name}" for name in job.passed)

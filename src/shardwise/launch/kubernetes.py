@@ -24,6 +24,7 @@ STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
+    """Returns {file name: YAML}: a TrainingRuntime with its TrainJob, and a JobSet for clusters without those."""
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -82,6 +83,7 @@ def _kept(word: str) -> str:
 
 
 def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None = None) -> dict[str, Any]:
+    """Returns a JobSet's spec. A run that `goes_on` starts again after a lost node or a save, else `RESTARTS` times."""
     rules: list[dict[str, Any]] = [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     ]
@@ -117,6 +119,7 @@ def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None 
 
 
 def _pod(job: LaunchJob, command: list[str]) -> dict[str, Any]:
+    """Returns the spec of one node's pod: its container, the folder of runs, shared memory."""
     secrets = [{"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}} for name in job.passed]
     container = {
         "name": NODE,

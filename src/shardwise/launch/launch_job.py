@@ -74,12 +74,12 @@ class LaunchJob:
 
     @property
     def shell(self) -> str:
-        """Returns the command as a line of shell."""
+        """Returns the ranks' command as one line of shell."""
         return shlex.join(self.command)
 
     @property
     def written(self) -> dict[str, str]:
-        """Returns the variables whose values may be written into a file."""
+        """Returns {variable: value} of those whose values may be written into a file."""
         return {name: value for name, value in self.variables if value is not None}
 
     @property
@@ -89,7 +89,7 @@ class LaunchJob:
 
     @property
     def what(self) -> str:
-        """Returns a line that says what the job is."""
+        """Returns one line on the job: its name, plan, nodes and ranks."""
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{self.name}: plan {self.plan}, {nodes} of {self.per_node} rank(s)"
 

@@ -33,9 +33,9 @@ def host_line(job: LaunchJob, node_rank: str, address: str, program: tuple[str, 
 
 
 def start_line(command: str, plan: Plan, per_node: int = USUAL_NODE) -> str:
-    """Returns the line that starts a plan: `command` where one host has room for its ranks, else torchrun's.
+    """Returns the shell line that starts a plan: `command` where one host has room for its ranks, else torchrun's.
 
-    That one is run on every host, with NODE_RANK from 0 and FIRST_HOST, the name or address of host 0, set there.
+    torchrun's is run on every host, with NODE_RANK from 0 and FIRST_HOST, the name or address of host 0, set there.
     """
     world = plan.world_size
     if world <= per_node:
@@ -71,7 +71,8 @@ def setup_lines(job: LaunchJob) -> list[str]:
 
 
 def host_script(job: LaunchJob, program: tuple[str, ...], before: tuple[str, ...] = ()) -> str:
-    """Returns a script that starts the ranks of one host; of several, it is given the host's number and host 0."""
+    """Returns a shell script that starts one host's ranks; with several hosts its arguments are the host's number and
+    host 0's name."""
     lines = ["#!/bin/bash", header(job), *before]
     if job.nodes > 1:
         lines += [

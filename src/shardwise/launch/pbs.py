@@ -21,6 +21,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _head(job: LaunchJob) -> list[str]:
+    """Returns the script's head: what the job asks PBS for."""
     cpus = job.per_node * (job.cpus_per_rank or 1)
     gpus = f":ngpus={job.per_node}" if job.accelerated else ""
     words = [
@@ -39,6 +40,7 @@ def _head(job: LaunchJob) -> list[str]:
 
 
 def _body(job: LaunchJob) -> list[str]:
+    """Returns the script's body: ranks started on each host, told to save in time, submitted again if they did."""
     timed = job.goes_on and job.minutes is not None
     lines = [
         'cd "$PBS_O_WORKDIR" || exit 2',

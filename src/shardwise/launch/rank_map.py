@@ -20,7 +20,7 @@ def axes_of(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def leaves_node(degree: int, stride: int, per_node: int) -> bool:
-    """Returns whether any group of an axis lies on more than one node."""
+    """Whether any group of an axis lies on more than one node, of `per_node` ranks."""
     span = stride * degree  # a group begins at multiples of it, and `stride` of them are interleaved there
     return stride * (degree - 1) >= per_node or per_node % span != 0
 
@@ -72,7 +72,7 @@ def link_of(degree: int, stride: int, crosses: bool, cluster: Cluster) -> Tier:
 
 
 def _slow(plan: Plan, nodes: int, per_node: int) -> list[str]:
-    """Returns a remark where an axis that sends in every layer goes over nodes."""
+    """Returns [a remark] for each axis that sends in every layer and leaves a node; else []."""
     inside = {"tp", "cp_ulysses"}  # what sends activations in every layer and waits for them
     crossing = [
         axis for axis, degree, stride in axes_of(plan) if axis in inside and leaves_node(degree, stride, per_node)

@@ -14,6 +14,7 @@ FAILURES = 3  # starts of the group after an error
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
+    """Returns {file name: text}: a Python script that runs the command on Ray Train's workers."""
     words = {
         "workers": job.ranks, "gpus": job.accelerated, "cpus": job.cpus_per_rank or 1, "name": f"{job.name}-ray",
         "folder": job.folder, "variables": job.written, "passed": job.passed,

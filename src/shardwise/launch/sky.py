@@ -21,6 +21,7 @@ NODE_RANK, FIRST = '"$SKYPILOT_NODE_RANK"', '"$(echo "$SKYPILOT_NODE_IPS" | head
 
 
 def _render(job: LaunchJob) -> dict[str, str]:
+    """Returns {file name: YAML} of a managed job."""
     recovery = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [Stopped.exit_code]}
     resources: dict[str, Any] = {**_accelerators(job), **({"job_recovery": recovery} if job.goes_on else {})}
     if job.cpus_per_rank:
@@ -51,7 +52,7 @@ def _accelerators(job: LaunchJob) -> dict[str, Any]:
 
 
 def _mounts(job: LaunchJob) -> dict[str, Any]:
-    """Returns the mount for runs: a volume, or, for a single node, a bucket, of which the node keeps a cache."""
+    """Returns SkyPilot's entry that mounts the folder of runs: a volume, or, for a single node, a cached bucket."""
     assert job.volume is not None
     if "://" not in job.volume:
         return {"volumes": {job.folder: job.volume}}

@@ -21,6 +21,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _head(job: LaunchJob) -> list[str]:
+    """Returns the script's head: what the job asks Slurm for."""
     words = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
@@ -45,6 +46,7 @@ def _time(minutes: int) -> str:
 
 
 def _body(job: LaunchJob) -> list[str]:
+    """Returns the script's body: one step of all ranks, told to save before the limit, requeued if it did."""
     # block: ranks of a node follow each other, as plans lay them out; a rank that dies ends the others after 60 s, in
     # which those that stop and save come to their own end
     step = f"srun --distribution=block --kill-on-bad-exit=0 --wait=60 {job.shell}"

@@ -15,6 +15,7 @@ def to_yaml(value: Any, indent: int = 0) -> str:
 
 
 def _lines(value: Any, indent: int) -> list[str]:
+    """Returns the lines of a mapping or list, in block style."""
     pad, lines = "  " * indent, []
     if isinstance(value, dict):
         for key, inner in value.items():

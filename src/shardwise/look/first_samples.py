@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """Findings of the look at a few samples."""
+    """What a look at a few samples before the first step has found of a module and its loss."""
 
     batch_norms: list[nn.Module]
     dims: BatchDims
@@ -60,7 +60,6 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
     Without gradients; with them for a forward that takes some itself.
-
     joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
              together
     strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
@@ -72,7 +71,6 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
              fail without them where others' do not
     functions  of the user's that `evaluate` calls beside the module
-
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
@@ -183,7 +181,7 @@ class _Look:
         return bool(self.share(["here"] if here else []))
 
     def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs]:
-        """Run all samples; returns the loss, the random calls, and calls of torch that made all pairs of samples."""
+        """Run all samples; returns (loss, random calls, watch of torch's calls that made all pairs of samples)."""
         findings, seen = self.findings, self.seen
         findings.batch_norms = batch_norm_modules(self.module)
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -197,7 +195,7 @@ class _Look:
         return of_whole, calls, pairs
 
     def _run_parts(self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs) -> tuple[Loss, Loss, str]:
-        """Run both parts; returns their losses and, as text, where all pairs of samples are made; learns batch dims."""
+        """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "")."""
         n, _, count = self.sizes
         first, _, changed_by_first = self.run(parts[0])
         with AllPairs(count) as pairs_of_part:
@@ -218,7 +216,7 @@ class _Look:
         findings, seen, sizes, dtype = self.findings, self.seen, self.sizes, self.dtype
         if self.share([] if finite(of_whole, first, second) else ["not finite"]):
             findings.notices.append("the loss on the first samples is not finite: not checked to add up")
-        elif self.joined is None:
+        elif self.joined is None:  # otherwise the loss is declared not to add up over samples
             self.problems += self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
         elif self.strict:
             joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]
@@ -269,7 +267,7 @@ def _choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> t
     by = " or ".join(dict.fromkeys(backwards))
     try:
         differs = again(asked)
-    except Untried as why:
+    except Untried as why:  # told and not refused: nothing was shown
         if backwards:
             notice = f"whether {by} gives other gradients for a rank's part of the samples was not tried: {why}"
             return [], [notice] if asked else []
@@ -338,6 +336,7 @@ def finite(*losses: Loss) -> bool:
 
 def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype,
                  pairs: str) -> list[str]:  # fmt: skip
+    """Returns [a problem] where the parts' losses do not add up to the whole's, with the likeliest remedy; else []."""
     apart = _apart(whole, first, second, dtype)
     if apart is None:
         return []
@@ -408,6 +407,7 @@ def _few(rows: list[int]) -> str:
 
 def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
+    """Returns [a problem] where no order of samples in random tensors makes the parts' masks the whole's; else []."""
     n, a, b = sizes
     apart: list[tuple[str, float, float]] = []
     for order in dims.orders(n):

@@ -156,7 +156,7 @@ class _Doubled:
 
 
 def _added(first: Result, second: Result) -> Result:
-    """Returns (numbers, gradients) of a sum and one part more, in the memory of the sum."""
+    """Returns (numbers, gradients) of `first` plus `second`, added in the memory of `first`."""
     numbers = {name: first[0].get(name, 0.0) + second[0].get(name, 0.0) for name in first[0] | second[0]}
     gradients = first[1]
     for name, gradient in second[1].items():
@@ -166,7 +166,7 @@ def _added(first: Result, second: Result) -> Result:
 
 
 def _errors(whole: Result, other: Result) -> dict[str, float]:
-    """Returns the relative error of each number and each gradient, by what a message calls it."""
+    """Returns {name in a message: relative error} of each number and each gradient of `other` against `whole`."""
     errors = {f"its {name}": _apart(value, other[0].get(name, 0.0)) for name, value in whole[0].items()}
     largest = max((float(gradient.abs().max()) for gradient in whole[1].values() if gradient.numel()), default=0.0)
     for name in sorted(whole[1] | other[1]):

@@ -36,7 +36,7 @@ MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module w
 
 
 class Untried(Exception):
-    """Raised where it cannot be tried whether one process fails too."""
+    """Raised where one process cannot be run, so that nothing tells whether it fails too."""
 
 
 def blame(
@@ -89,9 +89,9 @@ def told_alone(task: Task, precision: Precision, batch: Any, device: torch.devic
 def cured(
     task: Task, precision: Precision, batch: Any, error: Exception, device: torch.device
 ) -> tuple[Exception, str]:
-    """Returns the message of one process's error, and its remedy: the CPU says what an accelerator only asserts.
+    """Returns (one process's error, its remedy as text); of the same run on the CPU, whose errors say more.
 
-    Of a task that fails on the accelerator alone, that it does.
+    For a task that fails on the accelerator alone, the remedy says so.
     """
     if device == CPU or is_out_of_memory(error):
         return error, remedy(task, precision, batch, error)
@@ -104,7 +104,7 @@ def cured(
 def _told_of(
     parts: Sequence[Any], batch: Any, task: Task, precision: Precision, device: torch.device
 ) -> RefusedPlan | None:  # fmt: skip
-    """Returns the refusal where one process, which runs on the batch, fails on one of `parts`; else None."""
+    """Returns a refusal where one process runs on the batch and fails on one of its `parts`; else None."""
     for part in parts:
         if (alone := failure_alone(task, precision, part, device)) is not None:
             count = samples_in(part)
@@ -166,7 +166,7 @@ def _without_others() -> Iterator[None]:
 
 
 def _own(task: Task) -> nn.Module:
-    """Returns a module of the task that nobody else holds; of a script, which has one alone, a copy.
+    """Returns a module of the task that is used nowhere else; a copy where the task returns the same one each time.
 
     Raises `Untried` where it cannot be copied.
     """
@@ -285,7 +285,7 @@ def _arguments(function: Any) -> list[str]:
 
 
 def _helps(task: Task, precision: Precision, leaves: list[Any], spec: TreeSpec) -> bool:
-    """Whether one process runs on a batch of these leaves."""
+    """Whether one process runs without an error on the batch that `spec` makes of these leaves."""
     try:
         return failure_alone(task, precision, tree_unflatten(leaves, spec)) is None
     except Untried:

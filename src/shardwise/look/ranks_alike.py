@@ -45,16 +45,16 @@ class HeldAlike:
 
     @staticmethod
     def is_due(step: int) -> bool:
-        """Returns whether the comparison is made after so many steps."""
+        """Whether ranks are compared after `step` steps."""
         return step > 0 and step & (step - 1) == 0
 
     def __call__(self, step: int) -> None:
-        """Raise where ranks differ after so many steps. Collective."""
+        """Raise where ranks that should hold equal weights or buffers differ, after `step` steps. Collective."""
         if self._mesh.world.size > 1:
             self.check(gather_rows(put(self.row(), self._mesh.device), self._mesh.world).cpu(), step)
 
     def row(self) -> list[float]:
-        """Returns four numbers, which `check` takes of all ranks."""
+        """Returns [place, checksum] of weights, then of buffers: this rank's row of the table that `check` takes."""
         weights, buffers = _checksum(self._weights()), _checksum(self._buffers())
         return [float(number) for number in (self._weights_place, weights, self._buffers_place, buffers)]
 
@@ -72,7 +72,7 @@ class HeldAlike:
             raise error(step, *apart, self._remedy)
 
     def _first_apart(self, place: int, mine: dict[str, Any]) -> tuple[list[str], int, int] | None:
-        """Returns (names that differ, rank, first rank of its place), None where all are equal. Collective."""
+        """Returns (names that differ, a rank, the rank that it should equal); None where all agree. Collective."""
         by_rank = gather_json([place, mine], self._mesh.world, self._mesh.device)
         for rank, (where, theirs) in enumerate(by_rank):
             first, (_, expected) = next((n, row) for n, row in enumerate(by_rank) if row[0] == where)
@@ -82,11 +82,11 @@ class HeldAlike:
         return None
 
     def _weights(self) -> dict[str, int]:
-        """Returns a checksum of a few elements of each weight, by name, as this rank has them."""
+        """Returns {name: checksum of a few elements} of this rank's weights."""
         return {name: zlib.crc32(_few(param, _FEW)) for name, param in self._module.named_parameters()}
 
     def _buffers(self) -> dict[str, int]:
-        """Returns a checksum of each buffer that is saved with the weights, by name, as this rank has it."""
+        """Returns {name: checksum} of this rank's buffers that are saved with the weights."""
         return {name: zlib.crc32(_few(buffer, _MANY)) for name, buffer in self._saved_buffers()}
 
     def _saved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:

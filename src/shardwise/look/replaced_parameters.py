@@ -34,7 +34,7 @@ Replaced = tuple[nn.Module, str]  # (module, name of its parameter)
 
 @contextmanager
 def replacements(met: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Context: `met` is called where a parameter that a module has is about to be replaced by another object."""
+    """Context: `met(module, name)` is called before a module's parameter is replaced by another object."""
 
     def hook(module: nn.Module, name: str, param: Any) -> None:
         old = module._parameters.get(name)
@@ -59,7 +59,7 @@ def refuse_replaced(module: nn.Module, names: dict[int, str], leaf: str) -> None
 
 
 def may_replace(module: nn.Module) -> bool:
-    """Whether a forward comes to code that makes an `nn.Parameter`, as far as names tell."""
+    """Whether code that a forward reaches, by names, uses the name `Parameter`, and so may make one."""
     kinds = {kind for child in module.modules() for kind in type(child).__mro__ if not _of_torch(kind)}
     reached, ahead = set[str](), ["forward", "__call__"]
     while ahead:
@@ -79,7 +79,7 @@ def _of_torch(kind: type) -> bool:
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    """Yields the code of a function, a static one or one that is wrapped, and of those that it defines."""
+    """Yields the code objects of a function (also static or wrapped) and of functions that it defines."""
     function = getattr(function, "__wrapped__", getattr(function, "__func__", function))
     ahead = [function.__code__] if isinstance(function, FunctionType) else []
     while ahead:
@@ -123,7 +123,7 @@ def _hold(module: nn.Module, leaf: str) -> None:
 
 
 def _setting_buffers(kind: type) -> type:
-    """Returns a subclass that keeps, as a buffer, the tensor of a parameter that is set in the place of one."""
+    """Returns a subclass of a module's class that stores a parameter set over such a buffer as a buffer too."""
     if kind in _CLASSES.values():
         return kind
 

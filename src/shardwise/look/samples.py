@@ -143,7 +143,7 @@ OTHER_SAMPLES = (
 
 
 def _check_data_alike(task: Task, indices: list[int], batch: Any, world: Axis, device: torch.device) -> None:
-    """Raise `InputError` where ranks read other samples, each the same ones again. Collective."""
+    """Raise `InputError` where ranks read other samples than each other, steadily in two reads. Collective."""
     mine = checksum_of(batch)
     if world.size == 1 or _all_alike(gather_rows(put([mine], device), world)):
         return
@@ -158,6 +158,7 @@ def _all_alike(table: torch.Tensor) -> bool:
 
 
 def _check_same(batch: Any, again: Any, world: Axis, device: torch.device) -> None:
+    """Raise `InputError` where `Task.batch(0)` differs between two calls, or between ranks. Collective."""
     # Each call on each rank against the first one on the first rank.
     sums = [checksum_of(batch), checksum_of(again)]
     table = gather_rows(put(sums, device), world)

@@ -243,7 +243,7 @@ LOOK = "look"  # of what is tried once for a mesh
 
 @dataclass(frozen=True)
 class Looked:
-    """A look at one engine of a task, for another one.
+    """Results of the look at one engine of a task, for use by another engine of it.
 
     norms     batch norms, by their paths
     enclosed  of `assemble`, with why
@@ -272,7 +272,7 @@ _AROUND = "so its weights are gathered with what lies around it, and stay whole 
 
 
 def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
-    """Returns (paths of what zero=3 is to hold otherwise -> why, findings; None where the look did not end).
+    """Returns ({path: why zero=3 must not hold it as a unit or cut}, findings; None where the look did not end).
 
     That is units, which belong into what lies around them, and parameters, which are to be whole.
     """

@@ -44,7 +44,7 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 def _held(module: nn.Module, functions: Iterable[Callable]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of what modules hold unregistered, and of what functions use by a name."""
+    """Yields (name, tensor) of tensors in modules' plain attributes, and of those that functions use by a name."""
     seen: set[int] = set()
     for path, child in module.named_modules():
         for name, value in vars(child).items():
@@ -60,6 +60,7 @@ def _held(module: nn.Module, functions: Iterable[Callable]) -> Iterator[tuple[st
 
 
 def _tensors(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) of tensors in a value: modules, small containers, own objects, `deep` levels down."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, nn.Module):

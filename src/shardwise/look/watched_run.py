@@ -68,7 +68,7 @@ class Runner:
         self._reached: Reached | None = None  # by the code: the same at each run, which finds all put back
 
     def __call__(self, batch: Any, level: float = 0.5):
-        """Returns (loss, random calls, buffers and written parameters by name, as the forward left them).
+        """Returns (loss, random calls, {name: tensor} of buffers and written parameters as the forward left them).
 
         level  the uniform number, in [0, 1), of which every draw is made
         """
@@ -84,7 +84,7 @@ class Runner:
 
     @property
     def own_backwards(self) -> list[str]:
-        """Returns what of the code that ran may compute gradients otherwise than for each sample, as text."""
+        """Returns texts that name code that ran and whose gradients may mix samples: own backwards, hooks."""
         return self._reached.own_backwards if self._reached is not None else []
 
     def masked(self, batch: Any, random: GlobalRandom, samples: Samples) -> Loss:
@@ -94,7 +94,7 @@ class Runner:
             return self.evaluate(batch)
 
     def second(self, batch: Any) -> Loss:
-        """Returns the loss of a second forward in a row, which finds what the first one left in the module."""
+        """Returns the loss of the second of two forwards in a row, which reads what the first left in the module."""
         with self._put_back():
             for _ in range(2):
                 with self._neutral(), ConstantRandom(0.5).watching(self.module):
@@ -102,7 +102,7 @@ class Runner:
         return loss
 
     def _left(self, state: ModuleState, changed: list[tuple[dict[str, Any], str]]) -> list[str]:
-        """Returns the names of what a forward left for the next one, but for statistics of batch norms."""
+        """Returns the names of what a forward changed for the next one, but for statistics of batch norms."""
         # Those are joined over ranks, and so are no state of a rank's own samples.
         norms = {id(table) for child in self.seen.batch_norms for table in (child._buffers, vars(child))}
         outside = state.outside.changed() if state.outside is not None else []
@@ -186,6 +186,7 @@ class Seen(TorchDispatchMode):
         handles, units = [], dict[str, int]()
 
         def enter(path: str, child: nn.Module, args: tuple, kwargs: dict) -> None:
+            """Hook before a module's forward: counts its call, and calls of zero=3's units that run twice."""
             if child is self.module:  # a new forward of the whole
                 units.clear()
                 self.into_arguments.clear()
@@ -238,7 +239,7 @@ class Seen(TorchDispatchMode):
             yield
 
     def _refuse_freed(self, roots: Any, create_graph: bool, inputs: Any) -> AbstractContextManager[None]:
-        """Raise where gradients are to be differentiated themselves and zero=3 has freed weights on their way.
+        """Raise where a graph of gradients is asked for through weights that zero=3 has freed; else an empty context.
 
         The outermost unit's are there: it runs from before them until after.
         """
@@ -275,6 +276,7 @@ class Seen(TorchDispatchMode):
                     yield prefix, key, param
 
     def _keep(self, tensor: torch.Tensor) -> None:
+        """Keep the values of the parameter on whose memory `tensor` lies, which is about to be written."""
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         while isinstance(tensor, Distributed):  # a share of a weight is this rank's parameter
             tensor = tensor.stored

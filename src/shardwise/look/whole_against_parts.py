@@ -44,7 +44,7 @@ class Many:
 
 
 def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
-    """Returns the numbers of samples of the first ranks' parts, of as many ranks as can be tried; [] for one alone.
+    """Returns how many samples each of the first ranks' parts has, of as many ranks as can be tried; [] for one alone.
 
     sample_bytes    of the widest result that a module has, for each sample
     """
@@ -75,12 +75,12 @@ def many_of(batch: Any, sizes: Sequence[int]) -> Many:
 
 
 def times_of(count: int, total: int) -> list[int]:
-    """Returns how often each of `count` samples stands in `total`: its copies in a row, so that parts are unlike."""
+    """Returns how often to repeat each of `count` samples to fill `total`; copies in a row, so that parts differ."""
     return [total * (at + 1) // count - total * at // count for at in range(count)]
 
 
 def repeated(batch: Any, times: list[int]) -> Any:
-    """Returns a batch whose samples stand in it so many times each, in their order."""
+    """Returns the batch with each sample repeated `times` in a row, in their order."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim():
@@ -139,6 +139,7 @@ def _sums_differ(
 
 def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes: list[int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
+    """Returns [a problem] where batch norms run otherwise, or over other samples, on parts than on all; else []."""
     paths_by_run = [[norm.path for norm in noted] for noted in (whole, *parts)]
     # Numbers of calls before their statistics, which can be paired only where they are equal.
     for path in dict.fromkeys(path for paths in paths_by_run for path in paths):

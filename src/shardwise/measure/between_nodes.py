@@ -51,7 +51,7 @@ def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYT
 
 
 def groups(nodes: Nodes, count: int, per_node: int) -> list[list[int]]:
-    """Returns groups over `count` neighbouring nodes: of all ranks, or (`per_node` is 1) of those at one place."""
+    """Returns groups of ranks over `count` neighbouring nodes: of all their ranks, or of those at one place in each."""
     blocks = [nodes[at : at + count] for at in range(0, len(nodes), count)]
     if per_node == len(nodes[0]):
         return [[rank for node in block for rank in node] for block in blocks]
@@ -70,6 +70,7 @@ def _axis(members: list[list[int]]) -> Iterator[Axis | None]:
 
 
 def _growing(device: torch.device, axis: Axis | None, nodes: int, per_node: int, sizes: Sequence[int]) -> list[Between]:
+    """Returns rows of collectives over `nodes` nodes, by size, until one takes longer than `LONG_US`."""
     rows: list[Between] = []
     assert axis is not None  # the number of nodes is divided evenly
     for wanted in sizes:

@@ -23,7 +23,7 @@ def disk_rate() -> float:
 
 
 def file_rates(groups: int, group_bytes: int) -> dict[str, float]:
-    """Returns bytes a second, "write" and "read", at which a tier's file of so many sub-groups is moved; no update."""
+    """Returns {"write", "read": bytes a second} of a tier's file of `groups` sub-groups, moved without an update."""
     parts = [Subgroup([], number, size=group_bytes) for number in range(groups)]
     file, rates = StateFile(parts, 0), {}
     for part in parts[:BUFFERS]:

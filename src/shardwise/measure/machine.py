@@ -63,7 +63,7 @@ PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8  # each of what is left then
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
-    """Returns the median seconds of a call: what a step meets, not the best that was ever seen."""
+    """Returns the median seconds of a call: what a step takes as a rule, not the best of all."""
     call()
     synchronize(device)
     times: list[float] = []
@@ -77,7 +77,7 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
 
 
 def measure(say: Say, budget: Budget) -> dict[str, Any]:
-    """Returns all figures of one rank by name. Collective; rank 0 reports what it measures.
+    """Returns {figure: value} of all that one rank measures. Collective; rank 0 reports progress.
 
     budget  of the whole probe: a share of it is taken here, by fewer sizes where a machine is slow
     """
@@ -114,7 +114,8 @@ def _of_rank_zero(say: Say) -> Say:
 
 
 def measure_engine(say: Say, reference: float, budget: Budget, quick: bool = False) -> dict[str, Any]:
-    """Times steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective.
+    """Returns rows of timed steps of reference modules, "steps" (name, place, seconds) and "large", on one CPU rank,
+    where nothing hides what the host adds. Collective.
 
     reference   the pace at which all else was measured, microseconds
     """
@@ -130,6 +131,7 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _products(pace: Pace, budget: Budget) -> list[tuple[str, int, int, int, float]]:
+    """Returns rows (dtype or kind, m, n, k, microseconds) of products, convolutions or attention."""
     device = pace.device
     if on_host(device):
         return product_times(SIDES, pace, budget.part(0.7)) + convolution_times(pace, budget)
@@ -260,6 +262,7 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
 
 
 def _cluster(results: list[dict[str, Any]]) -> Cluster:
+    """Returns the cluster that all ranks' figures describe: of rates the slowest rank's, which the others wait for."""
     first = results[0]
     nodes = len(results) // first["ranks"]
     where = f"{first['ranks']} rank(s)" if nodes == 1 else f"{nodes} nodes of {first['ranks']} rank(s)"
@@ -274,10 +277,10 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     for dtype, m, n, k, us in products:
         if dtype in rates:
             rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
-    best = figure(rates["bf16"] or rates["fp32"])
+    best = figure(rates["bf16"] or rates["fp32"])  # a CPU without bf16 products computes them in float32
     collectives = slower([r["collectives"] for r in results])
     reduced = [(2 * (p - 1) / p * size / us / 1e3, size, us) for op, p, size, us in collectives if op == "all_reduce"]
-    large = [rate for rate, size, _ in reduced if size >= 2**20]
+    large = [rate for rate, size, _ in reduced if size >= 2**20]  # GB/s of the bus; below, latency dominates
     small = [us for _, _, us in reduced][:1]
     device = Device(
         name=first["name"].lower().replace(" ", "-"),
@@ -357,6 +360,7 @@ def text(cluster: Cluster) -> str:
 
 
 def _links_text(cluster: Cluster) -> list[str]:
+    """Returns lines on the links between nodes: messages, then all-reduce over all nodes; [] without any."""
     if not cluster.between:
         return []
     inner, link = cluster.tiers[:2]

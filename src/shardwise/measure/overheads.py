@@ -69,7 +69,7 @@ def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
 
 
 def _busier(name: str, plan: str, reference: int) -> str:
-    """Returns the plan's text; with more micro-batches for a pipeline's last reference, so that messages differ."""
+    """Returns the plan's text, with more micro-batches for a pipeline's last reference, so that messages differ."""
     return f"{plan},microbatches=4" if name.startswith("pp") and reference == len(REFERENCES) - 1 else plan
 
 
@@ -79,12 +79,12 @@ Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a 
 def step_times(
     ranks: int, pace: Pace, say: Say = silent, *, budget: Budget | None = None, quick: bool = False
 ) -> tuple[dict[str, list[float]], Large]:
-    """Returns seconds of a step of each tiny reference by technique, of the larger ones under a few. Collective.
+    """Returns ({technique: seconds of a step of each tiny module}, those of larger modules by (kind, technique)).
 
-    All are gone through `PASSES` times, so that what slows the machine for a while is not all in one of them. What
-    these disagree on is measured once more, and the median counts. `quick`: once, so that the pace of the machine then
-    is all that a slow moment is told by. A module takes its share of what is left of the budget, and none is begun
-    again that would not be over in time: a slow machine takes fewer steps, not longer.
+    Collective. All are measured `PASSES` times, so that a slow moment of the machine does not fall on one of them;
+    where these disagree, once more, and the median counts. `quick`: once, so that the machine's pace alone shows a slow
+    moment. A module takes its share of the budget that is left, and none is begun that would not end in time: a slow
+    machine takes fewer steps, not longer.
     """
     budget = budget or Budget(math.inf)
     of = plans(ranks, quick)
@@ -134,6 +134,7 @@ def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf, follo
 
 
 def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> float:
+    """Returns the median seconds of a step of one reference under one plan, at the reference pace. Collective."""
     from shardwise.engine.engine import parallelize
 
     assert task.batch is not None and pace.reference is not None
@@ -202,7 +203,7 @@ class Features:
         return self.fixed + sum(factor * part for factor, part in zip(factors, self.kinds, strict=True))
 
     def works(self, factors: Sequence[float], call_us: float = 0.0, cut_us: float = 0.0) -> float:
-        """Returns the seconds of work, of which ranks wait for a share."""
+        """Returns the seconds of a rank's work in a step, of which others wait for a share."""
         ops = self.work * self.bare(factors) / self.bare([1.0] * len(KINDS))
         return ops + 1e-6 * (self.work_call * call_us + self.work_cut * cut_us)
 
@@ -214,7 +215,7 @@ class Features:
 def fit(
     cluster: Cluster, steps: dict[str, list[float]], large: Large
 ) -> tuple[tuple[OverheadRow, ...], tuple[tuple[str, float], ...]]:
-    """Fits a device's overheads and its factors by kind of op to the steps that were measured on it.
+    """Returns (a device's overheads by technique, its (kind of op, factor)), fitted to steps measured on it.
 
     steps   technique -> seconds of the tiny modules; their forecasts come out as measured
     large   steps of the larger ones, from which the factors are
@@ -293,16 +294,12 @@ def _rows(
 
 
 def _solve(
-    features: dict[str, list[Features]],
-    steps: dict[str, list[float]],
-    names: list[str],
-    factors: Sequence[float],
-    waits: dict[str, float],
-    cut_us: float,
-) -> list[OverheadRow]:
-    """Fits one cost of a call and of a call on cut tensors for all `names`, and of a step and an event for each.
+    features: dict[str, list[Features]], steps: dict[str, list[float]], names: list[str], factors: Sequence[float],
+    waits: dict[str, float], cut_us: float,
+) -> list[OverheadRow]:  # fmt: skip
+    """Returns (technique, step, call, cut, event in us, share of waiting); call and cut are the same in all rows.
 
-    Relative errors count. `cut_us`: of a call on cut tensors, where none of the steps has any.
+    By least squares of relative errors. `cut_us`: of a call on cut tensors, where no step has such calls.
     """
     places = len(names)
     waiting = [waits.get(name.removesuffix(DRAWS), 0.0) for name in names]
@@ -335,7 +332,7 @@ def _four(value: float) -> float:
 
 
 def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
-    """Returns the terms of a step's forecast, from forecasts with one thing changed at a time."""
+    """Returns the terms of a step's forecast (a call's, a step's, an event's), by changing one at a time."""
     layout, traced, samples = _traced(cluster, plan, task)
 
     def seconds(added: Overhead = NOTHING, factors: tuple[tuple[str, float], ...] = ()) -> float:

@@ -148,7 +148,7 @@ def pace_beside(
 
 
 def over_ranks(value: float, device: torch.device | None = None) -> float:
-    """Returns the mean over ranks, the same on each of them. Collective."""
+    """Returns the mean of `value` over ranks, the same on each of them. Collective."""
     if not dist.is_initialized():
         return value
     row = torch.tensor([value], dtype=torch.float64, device=device)
@@ -157,10 +157,10 @@ def over_ranks(value: float, device: torch.device | None = None) -> float:
 
 
 def slower(ranks: Sequence[Sequence[tuple]]) -> tuple[tuple, ...]:
-    """Returns one list of rows from those of all ranks, equal but for the time at the end: that of the slowest rank.
+    """Returns all ranks' rows, alike but for the time at their end, as one list, with times of the slowest rank.
 
-    Times are the mean of the ranks', times what the slowest takes longer on the whole. The largest of each row would be
-    that of a rank that was late just then, and in sum too slow.
+    Times are the ranks' mean, scaled by how much longer the slowest takes on the whole. The largest time of each row
+    would be of a rank that was late just then, and their sum too slow.
     """
     times = np.array([[row[-1] for row in rows] for rows in ranks])
     if not times.size:

@@ -29,7 +29,7 @@ def ranks_at_hand() -> int:
 def steps_of_a_rank(
     make: Callable[[], Task], plan_text: str, steps: int, randomness: Randomness = "global"
 ) -> dict[str, Any]:
-    """Runs steps on one rank of the plan; returns their seconds, live bytes, received bytes and loss."""
+    """Run steps on one rank of the plan; returns {"step_s", "peak_live", "received_bytes", "loss"}."""
     from shardwise.device import synchronize
     from shardwise.engine.engine import parallelize
     from shardwise.memory.live import LiveBytes
@@ -57,7 +57,7 @@ def steps_of_a_rank(
 def measure_here(
     make: Callable[[], Task], plan: Plan, steps: int = STEPS, randomness: Randomness = "global"
 ) -> dict[str, Any]:
-    """Runs a plan for a few steps here; returns the slowest rank's median step and the fullest rank's live bytes.
+    """Run a plan for a few steps here; returns "step_s" and bytes of the slowest and fullest ranks, loss, load.
 
     `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run or needs more ranks
     than are at hand.

@@ -36,7 +36,7 @@ class InputAt(NamedTuple):
 
 
 class ResultOf(NamedTuple):
-    """An argument that is what step `step` gave, or element `place` of it."""
+    """An argument that is the result of step `step`, or element `place` of that result."""
 
     step: int
     place: int | None
@@ -73,7 +73,7 @@ def turn(count: int, index: int) -> Axis:
 
 
 def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """Returns one turn's chunk of what this rank holds of a tensor, along `dim`, as a part."""
+    """Returns one turn's chunk of this rank's elements of a tensor, along `dim`, as a `Part` over `axis`."""
 
     def chunk(local: torch.Tensor) -> torch.Tensor:
         owners = Owners.blocks(local.shape[dim], axis.size)
@@ -140,7 +140,7 @@ class Program:
 
     @property
     def _last_read(self) -> list[list[int]]:
-        """Returns, for each step, the steps whose results can be freed once it has run: none reads them later."""
+        """Returns, for each step, the numbers of the steps whose results no later step reads, to be freed after it."""
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
@@ -188,7 +188,7 @@ def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) 
 
 
 class _Joined:
-    """Joins one result over all turns: chunks are put side by side, summands added up."""
+    """Joins one output over all turns: chunks are put side by side, summands added up."""
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None  # of what this rank holds
@@ -210,6 +210,7 @@ class _Joined:
         return here
 
     def _put(self, share: torch.Tensor, dim: int, owners: Owners, index: int) -> None:
+        """Copy a turn's chunk into its positions along `dim` of the result."""
         if self.total is None:
             shape = list(share.shape)
             shape[dim] = owners.size
@@ -241,6 +242,7 @@ class _Gradient:
             self._last = _within(gradient, lambda here: self._take(here, axis))
 
     def _take(self, here: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """Put one turn's gradient into its place along `dim`, or add it to the sum in float32; returns it as it is."""
         if self.dim is not None:
             owners = Owners.blocks(here.shape[self.dim], axis.size)
             if self.total is None:
@@ -317,7 +319,7 @@ def _of_turn(
     program: Program, inputs: Sequence[torch.Tensor], wants: Sequence[bool], gradients: Sequence[torch.Tensor],
     index: int,
 ) -> Sequence[torch.Tensor | None]:  # fmt: skip
-    """Returns the wanted inputs' gradients from one turn, whose chunk is computed again."""
+    """Returns the gradient of each wanted input (None without one) from one turn, whose chunk is computed again."""
     with torch.enable_grad():
         here = program.chunk(inputs, index, wants)
         outputs = program.run(here)

@@ -38,12 +38,12 @@ class Unmade(torch.Tensor):
 
     @property
     def number(self) -> int:
-        """Returns the serial number of the call that makes it, among calls whose results look alike."""
+        """Returns the number of the call that makes it (`Tried.number`): it is the same for equal calls."""
         raise NotImplementedError
 
 
 class Tried(NamedTuple):
-    """Outcome of a call on tensors without values: one of the verdicts above, its results, and how many."""
+    """Outcome of a call on tensors without values: a verdict, its results, and a number, the same for equal calls."""
 
     what: str
     like: Any = None
@@ -97,6 +97,7 @@ def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
 
 
 def _key_of(tree: Any) -> Any:
+    """Returns what of a call's arguments decides the outcome of a trial, hashable: shapes, strides, dtypes, values."""
     if isinstance(tree, Unmade):
         # not by shape alone: two of one shape may be cut in other ways
         return "waits", tree.number, tree.place
@@ -117,6 +118,8 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
+    """Returns the `Tried` of a call, run once on chunks without values."""
+
     def like(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.like if isinstance(leaf, Unmade) else without_values(leaf)
 

@@ -48,7 +48,7 @@ class ChunkCounts:
 
 
 class _Here(threading.local):
-    """This thread's waiting calls; backward, which may compute a block again, runs in threads of its own.
+    """This thread's `Chunks` and waiting calls; backward, which may run a block again, has threads of its own.
 
     pending  calls whose results wait
     """
@@ -64,7 +64,7 @@ HERE = _Here()
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Context: products that widen are computed at once."""
+    """Context: products that widen are computed at once, not put off."""
     before, HERE.making = HERE.making, True
     try:
         yield
@@ -73,13 +73,13 @@ def nothing_waits() -> Iterator[None]:
 
 
 class WaitingCall:
-    """A call whose results wait.
+    """A call that has not run yet, with its arguments.
 
     args, kwargs  as given, tensors that wait as themselves
     like          its results on tensors without values, as parts over turns
     least         elements of the rows that came in, of the fewest
     number        the same for all calls whose results look alike
-    dim           of rows that came in, which are no call's results: along which chunks are cut
+    dim           along which chunks of the rows are cut, of a call that gives the program's input (`rows_of`)
     values        the results, once they were made whole
     """
 
@@ -146,7 +146,7 @@ class Waiting(Unmade):
         return self.call.number
 
     def made(self) -> torch.Tensor:
-        """Returns the tensor, computed whole."""
+        """Returns this tensor computed, whole (not chunk by chunk)."""
         results = self.call.made()
         return results if self.place is None else results[self.place]
 
@@ -167,7 +167,7 @@ def _refuse_gradient(*gradients: torch.Tensor) -> None:
 
 
 def whole(tree: Any) -> Any:
-    """Returns a tree, list or tensor with every `Waiting` tensor in it computed whole."""
+    """Returns a tensor, list or tree of tensors with every `Waiting` tensor in it computed whole."""
     if type(tree) is torch.Tensor:  # a model's output, mostly: a walk through a tree takes longer than all else here
         return tree
     return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)

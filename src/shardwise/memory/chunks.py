@@ -47,7 +47,8 @@ class Chunks(ChunkCounts):
     """Makes forwards compute wide tensors in chunks, and counts them."""
 
     def inside(self, forward: Callable[..., Any], *, leaves_whole: bool = False) -> Callable[..., Any]:
-        """Returns a forward in which wide tensors wait; what it returns may wait too, unless `leaves_whole`."""
+        """Returns `forward` with wide tensors put off inside (`Waiting`); its outputs may be put off too, unless
+        `leaves_whole`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.entered():
@@ -60,7 +61,7 @@ class Chunks(ChunkCounts):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context: wide tensors wait. Inside another one, nothing changes."""
+        """Context: wide tensors are put off (`Waiting`). Inside another such context nothing changes."""
         if HERE.chunks is not None:
             yield
             return
@@ -165,6 +166,7 @@ def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting
 
 
 def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether a product of these may be put off: of float rows that no summand, transform or autocast touches."""
     transforms = torch._C._functorch.peek_interpreter_stack() is not None
     settled = rows
     # shares are cut into chunks below the ranks' axes; a summand has to be summed over them first
@@ -180,7 +182,7 @@ def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
     """Returns the rows as a `Waiting` tensor, chunks cut along the longest dim; of (B * S, H), along B or S."""
     base = rows._base if rows.dim() == 2 else None
     if base is None or base.dim() < 3 or base.shape[-1] != rows.shape[-1] or base.numel() != rows.numel():
-        base = rows
+        base = rows  # no view of (batch, sequence, hidden): cut as it is
     dim = max(range(base.dim() - 1), key=lambda d: (base.shape[d], d))
     # some chunks would be empty
     if base.shape[dim] < chunks.count:

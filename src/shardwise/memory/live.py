@@ -148,6 +148,7 @@ class LiveBytes(TorchDispatchMode):
                 self._meet(getattr(leaf, "_local_tensor", leaf).untyped_storage())
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage's present bytes, and free them when it is gone; note a new peak."""
         key = storage._cdata
         self._read_changed()
         if key not in self._sizes:

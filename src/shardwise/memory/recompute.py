@@ -120,7 +120,7 @@ class _Weights:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Returns the context of a block's first forward and that of its second one."""
+    """Returns (context of a block's first forward, context of the recomputing one), of selective recompute."""
     keeping, kept = create_selective_checkpoint_contexts(_policy)
     return _Keeping(_policy, keeping.storage), kept
 

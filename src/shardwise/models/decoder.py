@@ -65,7 +65,7 @@ class DecoderConfig:
 
 
 def turns(config: DecoderConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (S, D/2) of each position's angles (Su et al., "RoFormer", 2021, section 3.2.2)."""
+    """Returns (cosine, sine), each (S, D/2), of the positions' angles (Su et al., "RoFormer", 2021, section 3.2.2)."""
     powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     places = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(places, config.rope_base**-powers)
@@ -73,7 +73,7 @@ def turns(config: DecoderConfig, length: int, device: torch.device) -> tuple[Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its angle; computed in the wider dtype of the two."""
+    """Returns x with each pair (x[i], x[i + D/2]) turned by its angle; computed in the wider dtype of x and cos."""
     a, b = x.chunk(2, dim=-1)  # each (B, heads, S, D/2)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -102,7 +102,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the gated feed-forward network (SwiGLU)."""
+    """One block: attention, then the gated feed-forward network (SwiGLU), each with a residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens (B, S) -> logits (B, S, V)"""
+    """A decoder-only language model: tokens (B, S) -> logits (B, S, V)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`tokens` (B, S) and `length` more, each from one full forward pass; temperature 0 takes the likeliest.
+    """Returns `tokens` (B, S) and `length` more, each from one full forward pass; temperature 0 takes the likeliest.
 
     Past the context, the model sees the last `context` tokens. Dropout is off meanwhile.
     """

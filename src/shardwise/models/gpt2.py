@@ -60,7 +60,7 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention, then a feed-forward network four times as wide."""
+    """One block: attention, then a feed-forward network four times as wide, each with a residual."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """tokens (B, S) -> logits (B, S, V)"""
+    """GPT-2: tokens (B, S) -> logits (B, S, V)."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ class MLPConfig:
 
 
 class MLP(nn.Module):
-    """x (B, features) -> (B, outputs)"""
+    """A multilayer perceptron: x (B, features) -> (B, outputs)."""
 
     def __init__(self, config: MLPConfig) -> None:
         super().__init__()

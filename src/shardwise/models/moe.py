@@ -56,7 +56,7 @@ class MoEConfig:
 
 
 class Router(nn.Module):
-    """x (B, S, H) -> experts (B, S, k), their weights (B, S, k), and a term of the loss for each sample (B,)."""
+    """Routes tokens: x (B, S, H) -> experts (B, S, k), their weights (B, S, k), a loss term of each sample (B,)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """x (T, H), experts (T, k) and weights (T, k) -> (T, H)."""
+    """Routed experts: x (T, H), experts (T, k) and weights (T, k) -> (T, H)."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Experts(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Attention, then routed experts and a shared one."""
+    """A block of a decoder: attention, then routed experts and a shared expert."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class MoEBlock(nn.Module):
 
 
 class Shared(nn.Module):
-    """The gated network that every token goes through."""
+    """The shared expert: a gated feed-forward network that every token goes through."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class MoEDecoder(nn.Module):
 
 
 def sign_descent(groups: list[dict], rate: float) -> list[dict]:
-    """The groups for an AdamW with the routers' bias rows in one of their own, which moves by `rate` a step.
+    """Returns groups for an AdamW, the routers' bias rows in a group of their own, which moves by `rate` a step.
 
     Adam without memory divides a gradient by its own size, which leaves the sign. The rows are known by their shape
     (1, E).

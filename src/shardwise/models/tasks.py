@@ -36,7 +36,7 @@ CLASSES = 5
 
 
 def token_batch(step: int, samples: int, length: int) -> dict[str, Tensor]:
-    """tokens and labels, both (samples, length); labels are the tokens, some replaced by `IGNORED`.
+    """Returns {"tokens", "labels"}, both (samples, length); labels are the tokens, some replaced by `IGNORED`.
 
     How many are ignored is drawn sample by sample, so samples differ in weight.
     """
@@ -51,7 +51,7 @@ def token_batch(step: int, samples: int, length: int) -> dict[str, Tensor]:
 
 
 def image_batch(step: int, samples: int) -> dict[str, Tensor]:
-    """images (samples, 3, 8, 8) and labels (samples,)."""
+    """Returns {"images": (samples, 3, 8, 8), "labels": (samples,)}, drawn by the step."""
     g = torch.Generator().manual_seed(step)
     labels = torch.randint(CLASSES, (samples,), generator=g)
     tint = labels.view(-1, 1, 1, 1) / CLASSES
@@ -59,14 +59,14 @@ def image_batch(step: int, samples: int) -> dict[str, Tensor]:
 
 
 def field_batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Two fields (samples, 2, 9, 7) and the target (samples, 1, 9, 7), their product smoothed."""
+    """Returns (two fields (samples, 2, 9, 7), target (samples, 1, 9, 7): their product smoothed)."""
     g = torch.Generator().manual_seed(step)
     fields = torch.randn(samples, 2, 9, 7, generator=g)
     return fields, F.avg_pool2d(fields.prod(1, keepdim=True), 3, stride=1, padding=1)
 
 
 def feature_batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Features (samples, 12) and the class (samples,), which is where the largest of the first few lies."""
+    """Returns (features (samples, 12), class (samples,)): the index of the largest of the first few features."""
     g = torch.Generator().manual_seed(step)
     features = torch.randn(samples, 12, generator=g)
     return features, features[:, :CLASSES].argmax(1)
@@ -96,12 +96,12 @@ def first_only(batch: tuple[Tensor, Tensor]) -> tuple[tuple, dict]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits, which transformers wraps in an object."""
+    """Returns the logits of a model's output, which transformers wraps in an object."""
     return output if isinstance(output, Tensor) else output.logits
 
 
 def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each next token, summed, and how many counted."""
+    """Returns (cross entropy of each next token, summed; how many tokens counted)."""
     logits = logits_of(output)[:, :-1].flatten(0, 1)  # (B * (S - 1), V)
     targets = batch["labels"][:, 1:].flatten()  # (B * (S - 1),)
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
@@ -109,23 +109,23 @@ def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def moe_loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict]:
-    """`next_token_loss`, and the routers' term of each sample, summed, with the number of samples as its weight."""
+    """Returns `next_token_loss` and {"balance": (routers' terms of the samples, summed; number of samples)}."""
     logits, terms = output
     return *next_token_loss(logits, batch), {"balance": (terms.sum(), len(terms))}
 
 
 def image_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each image, summed, and the number of images."""
+    """Returns (cross entropy of each image, summed; number of images)."""
     return F.cross_entropy(logits_of(output), batch["labels"], reduction="sum"), len(batch["labels"])
 
 
 def feature_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each sample, summed, and the number of samples."""
+    """Returns (cross entropy of each sample, summed; number of samples)."""
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 def field_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Squared error, summed, and the number of elements."""
+    """Returns (squared error, summed; number of elements)."""
     return (output - batch[1]).square().sum(), batch[1].numel()
 
 
@@ -137,13 +137,13 @@ def adamw(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
 
 
 def adamw_decay_matrices(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
-    """Decay on matrices alone, and half the rate for norms and biases (the group named "no_decay")."""
+    """Returns an AdamW with decay on matrices alone, and half the rate for norms and biases ("no_decay")."""
     rates = {"decay": {"weight_decay": 0.1}, "no_decay": {"lr": lr / 2}}
     return torch.optim.AdamW([{**group, **rates[group["name"]]} for group in groups], lr=lr)
 
 
 def adamw_and_bias_rows(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
-    """AdamW, and the routers' bias rows by the sign of what their experts had too much."""
+    """Returns an AdamW that moves the routers' bias rows by the sign of their gradient alone (`sign_descent`)."""
     return torch.optim.AdamW(sign_descent(groups, rate=1e-2), lr=lr, weight_decay=0.1)
 
 
@@ -160,17 +160,17 @@ def _decoder(name: str, samples: int, config: DecoderConfig) -> Task:
 
 
 def decoder() -> Task:
-    """Llama-style decoder, untied."""
+    """Returns a task: a Llama-style decoder, untied."""
     return _decoder("decoder", 7, TINY_DECODER)
 
 
 def decoder_tied() -> Task:
-    """The same with one matrix for the embedding and the head."""
+    """Returns `decoder` with one matrix for the embedding and the head."""
     return _decoder("decoder_tied", 6, replace(TINY_DECODER, layers=2, tied=True))
 
 
 def decoder_dropout() -> Task:
-    """The same with dropout, in attention too."""
+    """Returns `decoder` with dropout, in attention too."""
     return _decoder("decoder_dropout", 7, replace(TINY_DECODER, layers=2, dropout=0.1))
 
 
@@ -183,19 +183,19 @@ def _moe(name: str, samples: int, **changes: Any) -> Task:
 
 
 def moe() -> Task:
-    """Decoder with four routed experts, no token dropped, and a balance loss."""
+    """Returns a task: a decoder with four routed experts, no token dropped, and a balance loss."""
     return _moe("moe", 7)
 
 
 def moe_shared() -> Task:
-    """The same with a shared expert, a capacity that drops tokens, and bias rows in place of the balance loss."""
+    """Returns `moe` with a shared expert, a capacity that drops tokens, and bias rows in place of the balance loss."""
     shared = replace(TINY_DECODER, layers=2, intermediate=24)
     task = _moe("moe_shared", 6, decoder=shared, experts=8, top_k=3, capacity=1.0, balance=0.0, bias=True)
     return task.with_(optimizer=adamw_and_bias_rows)
 
 
 def gpt2() -> Task:
-    """GPT-2 with dropout on, and weight decay on some parameters only."""
+    """Returns a task: GPT-2 with dropout, and weight decay on some parameters only."""
     config = GPT2Config(vocab=VOCAB, hidden=24, layers=2, heads=3, context=12, dropout=0.1)
     return Task(
         model=partial(GPT2, config), loss=next_token_loss, inputs=tokens_only, optimizer=adamw_decay_matrices,
@@ -204,7 +204,7 @@ def gpt2() -> Task:
 
 
 def vit() -> Task:
-    """Vision transformer, with dropout."""
+    """Returns a task: a vision transformer, with dropout."""
     config = ViTConfig(
         image=IMAGE, patch=4, channels=3, classes=CLASSES, hidden=24, layers=2, heads=2, intermediate=48,
         dropout=0.1,
@@ -223,12 +223,12 @@ def _unet(name: str, config: UNetConfig) -> Task:
 
 
 def unet_group() -> Task:
-    """U-Net with group norm on images of odd height and width."""
+    """Returns a task: a U-Net with group norm on images of odd height and width."""
     return _unet("unet_group", UNetConfig(channels=2, width=8, depth=2, norm="group", groups=4))
 
 
 def unet_batchnorm() -> Task:
-    """U-Net with batch norm: in training, the loss of one sample depends on the others."""
+    """Returns a task: a U-Net with batch norm, so that in training a sample's loss depends on the others."""
     return _unet("unet_batchnorm", UNetConfig(channels=2, width=8, depth=2, norm="batch"))
 
 
@@ -241,12 +241,12 @@ def _mlp(name: str, frozen: bool, unused: bool) -> Task:
 
 
 def mlp() -> Task:
-    """Multilayer perceptron of odd width."""
+    """Returns a task: a multilayer perceptron of odd width."""
     return _mlp("mlp", frozen=False, unused=False)
 
 
 def mlp_frozen_unused() -> Task:
-    """The same with its first layer frozen and one layer never called."""
+    """Returns `mlp` with its first layer frozen and one layer never called."""
     return _mlp("mlp_frozen_unused", frozen=True, unused=True)
 
 
@@ -277,7 +277,7 @@ def _hf_vit_model() -> nn.Module:
 
 
 def hf_llama() -> Task:
-    """`LlamaForCausalLM` of transformers, unchanged."""
+    """Returns a task: `LlamaForCausalLM` of transformers, unchanged."""
     _transformers()
     return Task(
         model=_hf_llama_model, loss=next_token_loss, inputs=hf_tokens, optimizer=adamw,
@@ -315,17 +315,17 @@ def _hf_experts(name: str, model: Any) -> Task:
 
 
 def hf_mixtral() -> Task:
-    """`MixtralForCausalLM` of transformers, unchanged; experts in its plain implementation, which has float64."""
+    """Returns a task: `MixtralForCausalLM` of transformers; experts in its plain implementation, which has float64."""
     return _hf_experts("hf_mixtral", _hf_mixtral_model)
 
 
 def hf_qwen2_moe() -> Task:
-    """`Qwen2MoeForCausalLM` of transformers, unchanged, with a shared expert; experts likewise."""
+    """Returns a task: `Qwen2MoeForCausalLM` of transformers, with a shared expert; experts as in `hf_mixtral`."""
     return _hf_experts("hf_qwen2_moe", _hf_qwen2_moe_model)
 
 
 def hf_vit() -> Task:
-    """`ViTForImageClassification` of transformers, unchanged."""
+    """Returns a task: `ViTForImageClassification` of transformers, unchanged."""
     _transformers()
     return Task(
         model=_hf_vit_model, loss=image_loss, inputs=hf_images, optimizer=adamw,

@@ -43,7 +43,7 @@ class UNetConfig:
 
 
 def double_conv(config: UNetConfig, channels: int, out_channels: int) -> nn.Sequential:
-    """(3 by 3 convolution, norm, GELU) twice."""
+    """Returns a module of (3 by 3 convolution, norm, GELU) twice."""
 
     def norm() -> nn.Module:
         if config.norm == "batch":
@@ -86,7 +86,7 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """images (B, C, H, W) -> (B, C_out, H, W), any height and width"""
+    """A 2-D U-Net: images (B, C, H, W) -> (B, C_out, H, W), of any height and width."""
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class ViTConfig:
 
 
 class ViTBlock(nn.Module):
-    """Attention over all tokens, then a feed-forward network."""
+    """One block: attention over all tokens, then a feed-forward network, each with a residual."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class ViTBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """images (B, C, image, image) -> logits (B, classes)"""
+    """A vision transformer: images (B, C, image, image) -> logits (B, classes)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()

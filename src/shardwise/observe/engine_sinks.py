@@ -93,7 +93,7 @@ class TrainJobStatus:
             self._post()
 
     def status(self) -> dict[str, Any]:
-        """Returns the status as its controller takes it."""
+        """Returns the TrainJob's status as its controller takes it: percentage, metrics, time, and what remains."""
         done, at = self._times[-1]
         status: dict[str, Any] = {
             "progressPercentage": min(100, 100 * done // self._steps),
@@ -107,6 +107,7 @@ class TrainJobStatus:
         return {"trainerStatus": status}
 
     def _post(self) -> None:
+        """Send the status to the TrainJob's controller; a failure is told once, and the run goes on."""
         try:
             token = Path(self._token).read_text(encoding="utf-8").strip()  # it is renewed while the run goes on
             request = urllib.request.Request(

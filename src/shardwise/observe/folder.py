@@ -73,14 +73,14 @@ def _try_writing(folder: Path) -> None:
 
 
 def write_inputs(folder: Path, effective: Effective, device: str) -> None:
-    """Write what the run was asked for: configuration, plan and versions."""
+    """Write the run's configuration, plan and versions as config.toml, plan.toml and versions.json."""
     (folder / "config.toml").write_text(show(effective), encoding="utf-8")
     (folder / "plan.toml").write_text(effective.plan.to_toml(), encoding="utf-8")
     write_json(folder / "versions.json", versions(device))
 
 
 def versions(device: str) -> dict[str, str]:
-    """Returns the versions and the device that the run has."""
+    """Returns {"python", "torch", "shardwise", "platform", "device", ...: version or name} of a run."""
     import torch
 
     return {

@@ -27,7 +27,7 @@ class InputWatch:
         self._warned = False
 
     def add(self, waited_s: float, worked_s: float) -> str | None:
-        """Count one step, on every rank alike; returns the warning where the run is input-bound, else None."""
+        """Count one step, on every rank alike; returns a warning, once, where the run waits for input; else None."""
         self._steps += 1
         if self._warned or self._steps <= SKIPPED:
             return None

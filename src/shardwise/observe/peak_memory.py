@@ -33,7 +33,7 @@ def process_peak() -> int | None:
 
 
 def imbalance(ranks: Sequence[Mapping[str, int]]) -> str:
-    """Returns which rank needs most memory, how much more than another, and of what; "" where all need about as much.
+    """Returns a sentence: which rank needs most memory, how much more than another, of what; "" where all are alike.
 
     ranks   what `memory_of` says of each
     """

@@ -75,7 +75,7 @@ class StepProfile:
             yield
 
     def after(self, step: int) -> dict[str, float] | None:
-        """Returns, after the last step, the table of this rank (empty on a GPU), else None."""
+        """Returns, after the last profiled step, {part: ms in a step} of this rank ({} on a GPU); else None."""
         if not self.steps or step != self.steps.stop - 1:
             return None
         self._all.__exit__(None, None, None)
@@ -90,7 +90,7 @@ class StepProfile:
         return table_of(list(self._profiler.events()), len(self.steps), self.measured_s)
 
     def tell(self, step: int) -> str:
-        """Returns, after the last step, the table of all ranks on rank 0, which is written too; else nothing.
+        """Returns, after the last step, the table of all ranks as text on rank 0, which is also written; else "".
 
         Collective after the last step. Empty on a GPU, where the traces alone are written.
         """
@@ -105,7 +105,7 @@ class StepProfile:
         return as_text(tables, self.steps)
 
     def _watch(self) -> None:
-        """Name what the trace would not: waits, the update, and the axis of each collective."""
+        """Add names to the trace that torch does not: waits, the update, and the axis of each collective."""
         work, wait = dist.Work, dist.Work.wait
 
         def named_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ def meet(first: list[Span], other: list[Span]) -> list[Span]:
 
 
 def minus(first: list[Span], other: list[Span]) -> list[Span]:
-    """Returns the difference of two unions of spans: what is in the first alone."""
+    """Returns the spans of time in `first` and not in `other`."""
     rest = []
     for start, end in first:
         for low, high in meet([(start, end)], other):

@@ -30,6 +30,7 @@ def read_steps_of_script(text: str) -> range:
 
 
 def _range(text: str, option: str) -> range:
+    """Returns range(10, 12) of "10:12"; `InputError`, naming `option`, for another text, none or too many steps."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
         raise InputError(f"{option}: {text!r} is no range of steps: give it as 10:12, which is steps 10 and 11")

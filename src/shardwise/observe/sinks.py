@@ -52,7 +52,7 @@ def open_sinks(names: list[str], folder: Path, settings: dict[str, Any]) -> list
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record of `metrics.jsonl`, but for the step."""
+    """Returns {name: finite number} of a record of `metrics.jsonl`, but for the step."""
     plain = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float) and not isinstance(v, bool)}
     return {key: float(value) for key, value in plain.items() if math.isfinite(value)}
 

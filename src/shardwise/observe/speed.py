@@ -18,7 +18,7 @@ class Speed:
     ranks: int
 
     def of(self, samples: int, seconds: float) -> dict[str, float]:
-        """Returns units per second; FLOP/s of each rank and MFU where they are known."""
+        """Returns {"samples_per_s" or "tokens_per_s", and where known "flops_per_s_per_rank", "mfu"}."""
         rate = samples / max(seconds, 1e-9)
         found = {f"{self.unit}_per_s": rate * self.per_sample}
         if self.flops.per_sample is not None:

@@ -85,7 +85,7 @@ class Slower:
         self.remarks: dict[str, str] = {}  # by axis, a remark on what was not looked at
 
     def note(self, layout: Layout, forecast: Forecast | None) -> None:
-        """Records the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
+        """Record the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
         key = _axis(layout)
         # recompute and zero 2 and 3 cost time of their own, which would hide what the axis costs
         if key is None or layout.recompute != "none" or layout.sharded.gradients:
@@ -122,7 +122,7 @@ class Slower:
 
 
 def _axis(layout: Layout) -> tuple[str, int] | None:
-    """Returns ("tp" or "pp", degree) of a layout that one of the two cuts and nothing else; None for others."""
+    """Returns ("tp" or "pp", degree) of a layout whose module is cut by that axis alone; None for others."""
     if layout.ep * layout.cut_positions > 1 or (layout.tp > 1) == (layout.pp > 1):
         return None
     return ("tp", layout.tp) if layout.tp > 1 else ("pp", layout.pp)

@@ -63,12 +63,12 @@ class Constraints:
     offload: bool = True
 
     def allows(self, plan: Plan) -> bool:
-        """Whether a plan has the fixed fields."""
+        """Whether a plan has the values that the user fixed."""
         # domain=2x1 and domain=2 are the same grid
         return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
     def applied(self, layout: Layout) -> Layout:
-        """Returns the layout with the fixed values of keys that the search does not vary (`SWITCHES`)."""
+        """Returns the layout with the user's fixed values of keys that the search does not vary (`SWITCHES`)."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
         if not values:
             return layout
@@ -77,7 +77,7 @@ class Constraints:
         return layout.with_(**{name: value for name, value in values.items() if name not in idle})
 
     def limit(self, name: str, usual: int) -> int:
-        """Returns the largest degree of an axis: what the user says, else what is usual."""
+        """Returns the largest degree of an axis to try: the user's limit, else `usual`."""
         return dict(self.most).get(name) or usual
 
     def value(self, name: str) -> object | None:
@@ -85,11 +85,11 @@ class Constraints:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether weights are to lie elsewhere, as units of zero=3 allow."""
+        """Whether the user fixed an offload of weights, which units of zero=3 alone allow."""
         return bool(placements(str(self.value("offload") or "none"), "parameters"))
 
     def precision(self, asked: str) -> str:
-        """Returns the precision that is fixed, else the one that was asked for beside the fixed fields."""
+        """Returns the precision that the fixed fields name, else `asked`."""
         return str(self.value("precision") or asked)
 
 
@@ -108,7 +108,7 @@ def divisors(n: int) -> list[int]:
 
 @cache
 def micro_batches(samples: int, most: int | None = None) -> list[int]:
-    """Returns sizes of micro-batch to try, ascending, for a rank of `samples` samples a step, all at once included."""
+    """Returns sizes of micro-batch to try, ascending, up to all `samples` of a rank's step at once."""
     powers = samples > FEW
     sizes = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
     return [d for d in sizes if most is None or d <= most]
@@ -165,6 +165,7 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
 
 
 def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constraints: Constraints) -> Iterator[Layout]:
+    """Yields layouts of `base` with each choice of ZeRO, micro-batch, recompute, schedule and ep."""
     for zero, shard in _sharding(base, dp, node, constraints):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
@@ -214,12 +215,13 @@ def _stages(constraints: Constraints) -> list[int]:
 def _schedules(
     shape: Shape, pp: int, n_micro: int, recompute: str, constraints: Constraints
 ) -> Iterator[tuple[str, int]]:  # fmt: skip
-    """Yields pairs (schedule, stages on each rank) that the pipeline can run with so many micro-batches."""
+    """Yields (schedule, stages on each rank) that a pipeline of `pp` ranks can run with `n_micro` micro-batches."""
     if pp == 1:
         yield "1f1b", 1
         return
     asked = constraints.value("stages_per_rank")
     for name, kind in KINDS.items():
+        # a recomputed block would run twice in a split backward; some schedules run only where the user names them
         if (kind.split and recompute != "none") or not (kind.searched or name == constraints.value("schedule")):
             continue
         several = CHUNKS if kind.placed == "around" else (kind.stages_per_rank,)
@@ -381,7 +383,7 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
 def spread_layouts(
     bases: Iterable[Layout], world: int, batch: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yields each of `bases` times replicas, ZeRO-1 or 3 (ZeRO-2 if asked for) over the ranks that it leaves.
+    """Yields each of `bases`, which cut positions, with replicas, ZeRO-1 or 3 (ZeRO-2 if asked) over the ranks left.
 
     Data ranks are as many as the batch divides over; zero shards over the ranks that cut positions too.
     """
@@ -401,7 +403,7 @@ def spread_layouts(
 
 
 def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns grids of tiles for a field, few tiles first; for each number of tiles those with the shortest borders."""
+    """Returns grids (tiles along each dim), fewest tiles first; of each number those with the shortest borders."""
     chosen: list[tuple[int, ...]] = []
     for tiles in divisors(world):
         if 1 < tiles <= MOST_TILES:

@@ -56,7 +56,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class MadeUp:
-    """A source of one sample, as often as it is asked for."""
+    """A source whose samples are all the same made-up one."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
@@ -71,14 +71,14 @@ class MadeUp:
 
 @dataclass(frozen=True)
 class Configured:
-    """What a configuration describes.
+    """The tasks that a model's configuration describes, for tracing.
 
-    tasks    differ in their sample; the first that can be traced is meant
+    tasks    the same model with other samples; the first that can be traced is taken
     samples  of each, in words
     head     of `HEADS`
-    notes    what was taken for granted
-    hint     where none of the samples is taken
-    of_images  whether its main input is
+    notes    assumptions, as sentences
+    hint     what to do where no sample can be traced
+    of_images  whether the model's main input is images
     """
 
     tasks: tuple[Task, ...]
@@ -243,7 +243,7 @@ def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
         notes.append(
             f"{path}: no size of images is given there or in preprocessor_config.json: {IMAGE} x {IMAGE} taken"
         )
-    if isinstance(size, dict):
+    if isinstance(size, dict):  # {"height": 224, "width": 224}, or {"shortest_edge": 224}
         size = [size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))]
     height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
     return (channels if isinstance(channels, int) else 3), int(height), int(width)
@@ -294,7 +294,7 @@ def base_class(config: Any) -> Any:
 
 
 def build_base(config: Any) -> nn.Module:
-    """Builds the model without a head in float32, without a cache of keys and values."""
+    """Returns transformers' model without a head, in float32, without a cache of keys and values."""
     import transformers
 
     for part in parts_of(config):
@@ -304,7 +304,7 @@ def build_base(config: Any) -> nn.Module:
 
 
 def in_channels_last(build: Callable[[], nn.Module]) -> nn.Module:
-    """Builds a model with its weights of four dims in channels_last, in which their convolutions then compute."""
+    """Returns the model with its 4-D weights in channels_last, in which its convolutions then compute."""
     return build().to(memory_format=torch.channels_last)
 
 
@@ -317,12 +317,12 @@ def made_up_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def settings_of_base(config: Any) -> dict[str, Any]:
-    """Returns the fields of a `Task` beside its model and data."""
+    """Returns {"inputs", "loss", "name"}: the fields of a `Task` beside its model and data."""
     return {"inputs": inputs, "loss": made_up_loss, "name": config.model_type}
 
 
 def main_input(kind: Any) -> str:
-    """Returns the name of the model's main input: what its class says, where the forward has such an argument."""
+    """Returns the name of the model's main input: the class's own where its forward has it, else a usual one."""
     takes = tuple(inspect.signature(kind.forward).parameters)[1:]
     said = getattr(kind, "main_input_name", "input_ids")
     usual = ("pixel_values", "input_ids", "input_features", "input_values")

@@ -235,7 +235,7 @@ def configuration_of(shape: Shape, length: int) -> Any:
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """Traits of a family. Each `*_key` names the configuration's own word on it, where there is one.
+    """Traits of a family of decoders. Each `*_key` is the key of a configuration that overrides that trait, if any.
 
     tied        the output matrix is the embedding's, where the file does not say
     positions   a learned position table has this many rows beside `max_position_embeddings`; None: no table

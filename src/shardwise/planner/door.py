@@ -52,18 +52,10 @@ def is_shape(task: str | Task | Callable[[], Task]) -> bool:
 
 
 def subject_of(
-    task: str | Task | Callable[[], Task],
-    cluster: Cluster,
-    *,
-    global_batch: int | str | None = None,
-    seq: int | str | None = None,
-    precision: str = "bf16",
-    software_name: str = "shardwise",
-    plan: Plan | None = None,
-    say: Say = silent,
-    randomness: Randomness = "global",
-    channels_last: bool | None = None,
-) -> Subject:
+    task: str | Task | Callable[[], Task], cluster: Cluster, *, global_batch: int | str | None = None,
+    seq: int | str | None = None, precision: str = "bf16", software_name: str = "shardwise", plan: Plan | None = None,
+    say: Say = silent, randomness: Randomness = "global", channels_last: bool | None = None,
+) -> Subject:  # fmt: skip
     """Returns the `Subject` of a catalogue name, a `config.json`, or any other task, which is traced.
 
     A configuration that widths and heads do not describe is built by transformers, without weights, and traced too.
@@ -86,6 +78,7 @@ def subject_of(
     where = _Where(own, soft, precision, plan, say, randomness, channels_last, told)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
+    # a decoder by numbers has formulas; all else is built and traced
     if isinstance(task, AdaptedTask) and is_shape(task.reference):
         return where.adapted(task.reference, task.section, samples, length)
     if not is_shape(task):
@@ -117,7 +110,7 @@ class _Where:
     remarks: tuple[str, ...] = ()
 
     def refuse_layout(self, what: str) -> None:
-        """Raise `InputError` where a layout of images is asked for, and `what` is forecast, which has none."""
+        """Raise `InputError` where channels-last is asked for of `what`, a model without images."""
         if self.channels_last is not None:
             raise InputError(f"--channels-last is for the images of a configuration, not for {what}: leave it out")
 
@@ -134,7 +127,7 @@ class _Where:
     def traced(
         self, task: Task, samples: int | None, remarks: tuple[str, ...] = (), layers: AlikeLayers | None = None
     ) -> Subject:
-        """Returns the subject of a task whose module is traced; `layers`: of which all are told by few."""
+        """Returns the subject of a task whose module is traced; `layers`: alike ones, of which few are traced."""
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:

@@ -155,7 +155,7 @@ def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
 
 
 def proposal_dict(p: Proposal) -> dict[str, Any]:
-    """Returns a proposal for JSON."""
+    """Returns a proposal as JSON: plan, family, whether it can run, ranks, bytes, and the forecast's own fields."""
     return {
         "plan": str(p.plan), "family": p.family, "runnable": p.runnable or True, "world_size": p.plan.world_size,
         "micro_batch": p.layout.micro_batch, "needed_bytes": p.forecast.needed_bytes, **p.forecast.as_dict(),
@@ -183,19 +183,19 @@ class Proposal:
 
     @property
     def runnable(self) -> str:
-        """Empty where this version can run the plan, else what it lacks."""
+        """Returns "" where this version can run the plan, else what it lacks, as text."""
         return lacking(self.plan)
 
 
 @dataclass
 class Search:
-    """The result of a search.
+    """The result of a search: plans, best first, why other families lost, and notes.
 
     proposals  plans that this version runs, from best to worst; those that it cannot run where there is no other
     later      faster ones that this version cannot run yet, a few
     lost       why each other family lost
     notes      what to know
-    capacity   bytes of a device that a plan could have
+    considered layouts that were looked at, of which `fitted` fit; `capacity`: bytes of a device that a plan could have
     stopped    it was interrupted: the best so far
     cluster    the part of it that was planned on, where no plan has all devices; else None
     """

@@ -60,14 +60,9 @@ class _Looked:
 
 
 def search(
-    subject: Subject,
-    cluster: Cluster,
-    constraints: Constraints | None = None,
-    *,
-    precision: str = "bf16",
-    say: Say = silent,
-    show: Callable[[Sequence[Proposal], int], None] | None = None,
-) -> Search:
+    subject: Subject, cluster: Cluster, constraints: Constraints | None = None, *, precision: str = "bf16",
+    say: Say = silent, show: Callable[[Sequence[Proposal], int], None] | None = None,
+) -> Search:  # fmt: skip
     """Search the plans of a subject on a cluster; raises `InputError` where none fits, with the nearest.
 
     An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.
@@ -180,7 +175,7 @@ def _on_part(
 def _half_as_good(
     subject: Subject, cluster: Cluster, constraints: Constraints, result: Search, capacity: float
 ) -> list[str]:
-    """Returns a note where half of the devices are nearly as fast, else []; only for a model by its numbers."""
+    """Returns [a note] where half of the devices are nearly as fast; else []. Only for a model by its numbers."""
     best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
@@ -227,7 +222,7 @@ def _look(
     subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say,
     show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> _Looked:  # fmt: skip
-    """Estimates every layout and keeps those that fit; an interrupt (ctrl-C) ends it early once some do."""
+    """Returns estimates of all layouts, those that fit apart; an interrupt (ctrl-C) ends the search once some fit."""
     looked, last_line_at, best = _Looked(), time.monotonic(), math.inf
     began, leader = last_line_at, ""
     shown = show is None
@@ -254,10 +249,10 @@ def _look(
             looked.considered += 1
             name = family(layout)
             needed = subject.memory(layout).reserved + CONTEXT_BYTES
-            if name not in looked.tightest or needed < looked.tightest[name][0]:
+            if name not in looked.tightest or needed < looked.tightest[name][0]:  # by how much a family misses
                 looked.tightest[name] = (needed, layout)
             room = subject.room(layout) if needed <= capacity and layout.offload != "none" else Room()
-            if room.lacks:
+            if room.lacks:  # it fits on the device; its offloaded state does not fit on the host or disk
                 looked.crowded = _nearer(looked.crowded, (room, layout))
             elif needed <= capacity:
                 seconds = subject.estimate(layout)
@@ -278,7 +273,7 @@ def _look(
 
 
 def _nearer(first: tuple[Room, Layout] | None, second: tuple[Room, Layout] | None) -> tuple[Room, Layout] | None:
-    """Returns which of two has less beyond what a host has; the other where one is None."""
+    """Returns the (room, layout) whose bytes exceed the host's by less; the other where one is None."""
     if first is None or second is None:
         return first or second
     return min(first, second, key=lambda crowded: crowded[0].over)

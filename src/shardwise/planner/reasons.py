@@ -98,7 +98,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
 
 
 def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layout]], best: Proposal) -> dict[str, str]:
-    """Returns, for each family of data parallelism that had no layout at all, why."""
+    """Returns {family of data parallelism that had no layout: why}."""
     world, batch = cluster.world_size, subject.global_batch
     if world == 1:
         return {}
@@ -109,7 +109,7 @@ def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layou
 def lost(
     result: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
 ) -> dict[str, str]:  # fmt: skip
-    """Returns, for each kind of plan but the winner's, one line on why it lost."""
+    """Returns {family of plans: one line on why it lost} for each family but the winner's."""
     best = result.best
     out = {}
     for name, (needed, layout) in sorted(tightest.items()):
@@ -175,7 +175,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
 
 
 def contradiction(world: int, constraints: Constraints) -> str:
-    """Returns how fixed fields contradict each other, a limit or the devices, as text; "" where they do not."""
+    """Returns a sentence on how fixed fields contradict each other, a limit or the devices; "" where they do not."""
     if not constraints.fixed:
         return ""
     try:
@@ -199,7 +199,7 @@ def contradiction(world: int, constraints: Constraints) -> str:
 def no_host(
     room: Room, layout: Layout, considered: int, subject: Subject, cluster: Cluster, precision: str
 ) -> str:  # fmt: skip
-    """Returns why no plan fits where hosts have too little for what devices have not, and what would do."""
+    """Returns why no plan fits where hosts lack room for what is moved off their devices, and what would help."""
     nearest = f"the nearest that fits the devices, {plan_of(layout, precision)}, keeps {'; '.join(room.lines)}"
     weights = weights_on_host(layout.offload)
     on_disk = canonical("optimizer:disk|parameters" if weights else "optimizer:disk")
@@ -232,7 +232,7 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a plan's field as a plan's text has it."""
+    """Returns the value of a plan's field as text, as in a plan."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

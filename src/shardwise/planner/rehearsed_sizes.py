@@ -10,7 +10,7 @@ Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
 
 
 def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
-    """Returns the samples of each micro-batch on a data rank; at least 1, since a rank without any runs a stand-in."""
+    """Returns how many samples each micro-batch of a data rank has; at least 1, since a stand-in is run for none."""
     parts = deal(batch, layout.n_micro * layout.rounds, layout.dp, data_rank)
     return tuple(max(1, last - first) for first, last, _, _ in parts)
 

@@ -66,7 +66,7 @@ class TracedLayouts:
         fastest, best = inf, None
 
         def noted(layouts: Iterable[Layout]) -> Iterator[Layout]:
-            """Yields the layouts, and notes the fastest step of those that fit, and of cut ones which it is."""
+            """Yields the layouts; keeps the fastest seconds of those that fit, the fastest cut one as `best`."""
             nonlocal fastest, best
             for layout in layouts:
                 yield layout
@@ -77,7 +77,7 @@ class TracedLayouts:
                     fastest = min(fastest, seconds)
 
         yield from noted(self._lean(own, constraints, self._can_hold))
-        if fastest == inf and cuts:
+        if fastest == inf and cuts:  # nothing fits as it is: the same with chunks of a sample's positions
             yield from noted(self._cut_within(self._chunked(own, world, constraints), constraints))
         yield from noted(self._cut_within(self._positions(world, constraints) if cuts else [], constraints))
         yield from noted(self._cut_within(self._waiting_less(best, constraints), constraints))
@@ -105,7 +105,7 @@ class TracedLayouts:
 
         Of the same layout, that without recompute comes first: where it fits, recompute only adds time.
 
-        can   whether a layout can be traced and should be, given those that fit so far; asked last, since it takes long
+        can   (layout, those that fit so far) -> whether to trace and take it; asked last, since a trace takes long
         """
         asked = constraints.value("remat") is not None
         fitted: set[Layout] = set()
@@ -136,6 +136,7 @@ class TracedLayouts:
         left: dict[str, None] = {}
 
         def can(layout: Layout, fitted: set[Layout]) -> bool:
+            """Returns whether to rehearse and take a layout, given those that fit."""
             plain = layout.with_(recompute="none")
             # if the cut fails without zero it fails with it; layouts with ep have no counterpart without zero
             if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
@@ -215,7 +216,7 @@ class TracedLayouts:
         wall = self._wall(world, constraints) if world > 1 else ""
         if world == 1 or not (wall or tiles or along):
             return []
-        if self.space and not along:
+        if self.space and not along:  # a field, unless cuts of a sequence are asked for
             bases = tile_layouts(world, self.space, constraints)
             answer = "tiles (domain) answer"
         elif along or self.has_sequence:
@@ -246,7 +247,7 @@ class TracedLayouts:
 
     @cached_property
     def has_sequence(self) -> bool:
-        """Whether two ranks could share a sequence of the task's samples; a remark where not."""
+        """Whether two ranks could share a sequence of the task's samples; adds a remark where they could not."""
         try:
             return self.traced.analysis.positions(Plan(cp=2, precision=self.traced.precision)) is not None
         except (RefusedPlan, InputError) as refused:
@@ -255,7 +256,7 @@ class TracedLayouts:
 
     @cached_property
     def space(self) -> tuple[int, ...]:
-        """Returns sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
+        """Returns the size of the task's fields along each dim that tiles may cut; () for a task without fields."""
         space: tuple[int, ...] = ()
         for dims in range(1, MOST_DIMS + 1):
             try:
@@ -298,19 +299,10 @@ def default_samples(task: Task) -> int:
 
 
 def traced_subject(
-    task: Task,
-    cluster: Cluster,
-    software: Software,
-    global_batch: int | None,
-    precision: str,
-    wanted: tuple[str, ...] = RECOMPUTES,
-    samples: tuple[int, int] = TRACED,
-    cuts: bool = True,
-    say: Say = silent,
-    remarks: tuple[str, ...] = (),
-    randomness: Randomness = "global",
-    layers: AlikeLayers | None = None,
-) -> Subject:
+    task: Task, cluster: Cluster, software: Software, global_batch: int | None, precision: str,
+    wanted: tuple[str, ...] = RECOMPUTES, samples: tuple[int, int] = TRACED, cuts: bool = True, say: Say = silent,
+    remarks: tuple[str, ...] = (), randomness: Randomness = "global", layers: AlikeLayers | None = None,
+) -> Subject:  # fmt: skip
     """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
 
     cuts     whether a search looks at tp and pp

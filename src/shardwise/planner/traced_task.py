@@ -106,11 +106,15 @@ class Traced:
 
     @property
     def analysis(self) -> TaskAnalysis:
-        """Returns what is found out about the module, of as few layers as there may be."""
+        """Returns the `TaskAnalysis` of the module, with few layers where it can be traced so."""
         return self.few[0].looks if self.few else self.looks
 
     def _of_few(self, ask: Callable[[Traced], Any], line: Callable[..., Any]) -> Any:
-        """Returns by `line` what `ask` gives of the module with few layers; None without, and where no line goes."""
+        """Returns `line` over what `ask` gives of the module at two small depths; None without these, or off any line.
+
+        ask   (traced module of few layers) -> its figure
+        line  (figure at the first depth, at the second, layers beyond it) -> figure of the whole; raises `NoLine`
+        """
         if self.layers is None or not self.few:
             return None
         try:
@@ -131,7 +135,7 @@ class Traced:
         return other
 
     def draws(self, layout: Layout, batch: int) -> tuple[float, float] | None:
-        """Returns seconds of a step of replicas (with randomness="global", with "fast"), or None.
+        """Returns seconds of a step of replicas, (with randomness="global", with "fast"), or None.
 
         None on a CPU, and where the module draws nothing.
         """
@@ -168,7 +172,7 @@ class Traced:
 
     @property
     def second_trace_s(self) -> float:
-        """Returns seconds that the trace of the larger one will take, 0 once it was made."""
+        """Returns the seconds that the trace of the larger micro-batch will take; 0 once it was made."""
         return 0.0 if (self.samples[1], PLAIN, 0) in self._traces else self._first_trace_s
 
     @property
@@ -178,7 +182,7 @@ class Traced:
         return first.balanced or (first.chose and self.analysis.holds_experts)
 
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
-        """Returns the traces of the whole module, as they tell of micro-batches of `micro` samples.
+        """Returns the `Model` of the uncut module: two traces, between which `micro` samples are interpolated.
 
         blocks  what its blocks do for memory, or how they recompute alone
         """
@@ -203,10 +207,12 @@ class Traced:
         return self._models[key]
 
     def _sizes(self, micro: int | None) -> tuple[int, int]:
-        """Returns the two numbers of samples to trace for a micro-batch: the usual, or its own if no larger."""
+        """Returns the two micro-batch sizes to trace: `self.samples`, or twice `micro` where that is no larger."""
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
+        """Returns the trace of `count` samples, cached; extended from few layers where the module has alike ones."""
+
         def made() -> StepTrace:
             few = self._of_few(lambda few: few._trace(count, blocks, joined), longer_trace)
             if few is not None:
@@ -251,7 +257,7 @@ class Traced:
         return self.memory(layout, batch).reserved <= room
 
     def can_recompute(self, name: str) -> bool:
-        """Whether the module can be traced under a recompute policy; a remark where not."""
+        """Whether the module can be traced under a recompute policy; adds a remark where it cannot."""
         if name == "none":
             return True
         try:
@@ -262,7 +268,7 @@ class Traced:
         return True
 
     def _left_out(self, what: str, why: str) -> None:
-        """Adds `what` to the remark that ends in the reason `why`; a new remark where there is none."""
+        """Add `what` was left out to the remark that ends in the reason `why`; a new remark where there is none."""
         for at, text in enumerate(self.remarks):
             if text.endswith(why):
                 named = text.removesuffix(why).split("; ")
@@ -288,6 +294,7 @@ class Traced:
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
+        """Returns a `Model` of each rank that differs under these cuts, by two depths of the module where they do."""
         if key.pp == 1 and (models := self._of_few(lambda few: few.ranks(key, sizes, beside, place), _longer_rows)):
             self.spent += sum(len(sizes) * few.model("none").small.kernels for few in self.few)
             return cast(list[Model], models)
@@ -318,7 +325,7 @@ class Traced:
         return rows(key, ((layout.micro_batch,),), beside)
 
     def _first_of_two(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
-        """Returns the ranks with one micro-batch, derived from a rehearsal of two, which the search needs as well."""
+        """Returns a `Model` of each rank with one micro-batch in flight, taken from its rehearsal with two."""
         return once(self._ranks, (key, sizes, beside, None), lambda: [
             replace(rank, small=cast(RankTrace, rank.small).of_one, large=cast(RankTrace, rank.large).of_one)
             for rank in self.ranks(replace(key, microbatches=2), sizes, beside)
@@ -384,7 +391,7 @@ class Traced:
         return True
 
     def memory(self, layout: Layout, batch: int) -> MemoryLedger:
-        """Returns the memory of the rank that needs most; of one that cannot hold its weights, these alone."""
+        """Returns the memory, by term, of the rank that needs most; the weights alone where these do not fit."""
         if least := self.weights_alone(layout):
             return MemoryLedger({"weights": least}, WEIGHTS_ALONE)
         return max(self.ledgers(layout, batch), key=lambda ledger: ledger.allocated)
@@ -432,13 +439,10 @@ def places(degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def degrees_text(layout: Layout) -> str:
+    """Returns the degrees above 1 of axes that cut the module, as in a plan: "tp=2, pp=4, sp"."""
     degrees = [f"domain={'x'.join(map(str, layout.domain))}"] if layout.tiles > 1 else []
     named = (*layout.along.items(), ("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
     degrees += [f"{name}={degree}" for name, degree in named if degree > 1]
-    return ", ".join(
-        [
-            *degrees,
-            *(["sp"] if layout.sp else []),
-            *([f"remat={layout.recompute}"] if layout.recompute != "none" else []),
-        ]
-    )
+    degrees += ["sp"] if layout.sp else []
+    degrees += [f"remat={layout.recompute}"] if layout.recompute != "none" else []
+    return ", ".join(degrees)

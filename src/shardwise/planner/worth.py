@@ -26,7 +26,7 @@ PAYS = 1.5  # times as fast, from which more devices are called worth it
 
 @dataclass(frozen=True)
 class AskedJob:
-    """A job: of so many tokens, or so many seconds long on all devices; neither where there is none."""
+    """A job's length, in tokens or in seconds on all devices (both None: no job), and the price of a device-hour."""
 
     tokens: float | None = None
     seconds: float | None = None
@@ -46,7 +46,7 @@ class AskedJob:
 
 @dataclass(frozen=True)
 class JobCost:
-    """A job on a number of devices; `price` of a device for an hour, 0 where it was not given."""
+    """The cost of a job on `devices` devices under its best plan; `price` of a device-hour, 0: not given."""
 
     best: Proposal
     devices: int

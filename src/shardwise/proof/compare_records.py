@@ -71,7 +71,7 @@ def _numbers(parity: Parity, kind: str, actual: list[float], expected: list[floa
 
 
 def _floors(single: Record, step: int) -> dict[str, Floor]:
-    """Returns, for each kind of tensor, the function name -> floor of its error after a step."""
+    """Returns {kind of tensor: function from a name to the size below which errors count as absolute, after a step}."""
     if step < 0:
         return {"parameter": lambda name: single.lr}
     gradient = GRADIENT_FLOOR * _largest(single.gradients[step].values())
@@ -93,7 +93,7 @@ def _key(name: str) -> str:
 
 
 def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
-    """Returns the largest size of a finite element."""
+    """Returns the largest absolute value of a finite element of these tensors; 0.0 without any."""
     finite = (t[torch.isfinite(t)].abs() for t in tensors if t is not None)
     return max((float(sizes.max()) for sizes in finite if sizes.numel()), default=0.0)
 
@@ -111,15 +111,10 @@ def _compare_deviation(parity: Parity, single: Record, deviation: Deviation) -> 
 
 
 def _compare_one(
-    parity: Parity,
-    kind: str,
-    name: str,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    floor: float,
-    step: int,
+    parity: Parity, kind: str, name: str, a: torch.Tensor | None, b: torch.Tensor | None, floor: float, step: int,
     rank: str,
-) -> None:
+) -> None:  # fmt: skip
+    """Compare one tensor of ranks (`a`) with one process's (`b`), None where it does not exist, into `parity`."""
     if (a is None) != (b is None):
         where = "" if rank == "rank 0" else f" on {rank}"
         message = f"{kind} of '{name}' exists only in {'one process' if a is None else 'the plan'}{where}"

@@ -45,7 +45,7 @@ Named = dict[str, set[str]]  # what -> the dtypes that were seen of it
 
 @dataclass
 class SeenDtypes:
-    """The dtypes that one rank, or one process, used in a step.
+    """The dtypes that one rank, or one process, used in a step, each by its name in torch ("bfloat16").
 
     carried   by collectives: (tag, op) -> dtypes
     masters, gradients, buffers   by parameter's name; of buffers in which gradients add up, by number
@@ -104,7 +104,7 @@ def returned(module: nn.Module, given: set[str]) -> Iterator[Named]:
 
 
 def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
-    """Returns the loss, which adds to `seen` the dtypes of the output that it reads."""
+    """Returns the loss function, which now adds to `seen` the dtypes of the model's output that it is given."""
 
     @wraps(loss)
     def noted(output: Any, *args: Any) -> Any:
@@ -116,7 +116,7 @@ def noting(loss: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[SeenDtypes]:
-    """Context around one step: yields its dtypes, complete when it ends."""
+    """Context around one step of an engine: yields the dtypes that it uses, complete when the context ends."""
     seen, forward = SeenDtypes(), engine.state.forward
     task = forward.task
     # here and not in the task that the engine is made of: the look at a task follows what its loss writes
@@ -170,7 +170,7 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
 
 
 def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set[str], inside: set[str]) -> set[str]:
-    """Returns the dtypes that a collective may carry. `torch`: FSDP2's gathers and reductions.
+    """Returns the dtypes that a collective may carry. The tag "torch" is of FSDP2's gathers and reductions.
 
     inside  of what modules return in one process
     """
@@ -195,7 +195,7 @@ def _or_wider(dtypes: set[str]) -> set[str]:
 
 
 def _first(what: str, seen: Named, allowed: set[str]) -> str:
-    """Returns a sentence on the first that has another dtype, "" where none has."""
+    """Returns a sentence on the first entry of `seen` with a dtype outside of `allowed`; "" without one."""
     sentences = (_unlike(f"{what} '{name}'", dtypes, allowed) for name, dtypes in seen.items())
     return next((sentence for sentence in sentences if sentence), "")
 

@@ -22,7 +22,7 @@ ROUNDING = 1e-12  # of the model's largest gradient in float64: a gradient below
 
 
 class EpsWatch:
-    """Raises the eps of `optimizer`, and compares its updates with those of one that keeps its own."""
+    """Raises the eps of `optimizer`, and compares its updates with those of a second optimizer that keeps its eps."""
 
     def __init__(
         self,

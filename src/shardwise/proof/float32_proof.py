@@ -57,7 +57,7 @@ def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: P
 
 
 def bar_of(noise: float) -> float:
-    """Returns the bar of a tensor that one process moves by `noise`, between the least and the largest bar."""
+    """Returns the bar for a tensor's error: `noise`, by which one process differs from itself, within limits."""
     return min(max(ALLOWANCE * noise, LEAST_BAR), MOST_BAR)
 
 

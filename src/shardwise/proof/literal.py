@@ -31,7 +31,7 @@ class LiteralExtra:
 
 @dataclass
 class LiteralLoss:
-    """What a task's loss returned."""
+    """One result of a task's loss: its sum, its weight, and extra terms by name."""
 
     total: torch.Tensor
     weight: float
@@ -39,13 +39,13 @@ class LiteralLoss:
 
 
 def bounds(samples: int, pieces: int) -> list[tuple[int, int]]:
-    """Returns [start, stop) of so many pieces, one after the other, of which none is more than one longer."""
+    """Returns (start, stop) of each of `pieces` consecutive pieces whose lengths differ by one at most."""
     stops = [samples * (piece + 1) // pieces for piece in range(pieces)]
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def samples_of(batch: Any, low: int, high: int) -> Any:
-    """Returns samples [low, high) of everything in a batch that has samples."""
+    """Returns the batch with samples [low, high) of every leaf that has samples."""
 
     def of(leaf: Any) -> Any:
         return leaf[low:high] if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim else leaf
@@ -60,13 +60,13 @@ def count_of(batch: Any) -> int:
 
 
 def replaced(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
-    """Returns, by name, what stands in the place of parameters that a forward replaced by others."""
+    """Returns {name: the new tensor} of the parameters in `named` that a forward replaced by others."""
     now = dict(module.named_parameters())
     return {name: now[name] for name, param in named if name in now and now[name] is not param}
 
 
 def call_of(task: Task, batch: Any) -> tuple[tuple, dict]:
-    """Returns what the task calls its model with; raises `InputError` as a step does for what is no call."""
+    """Returns the (args, kwargs) with which the task calls its model; raises `InputError` for anything else."""
     call = task.inputs(batch)
     if not (isinstance(call, tuple | list) and len(call) == 2 and isinstance(call[1], dict)):
         call_arguments(task, batch)  # says what is wrong
@@ -93,14 +93,14 @@ def loss_of(task: Task, output: Any, batch: Any) -> LiteralLoss:
 
 
 def groups(params: Sequence[torch.Tensor]) -> list[dict]:
-    """Returns what `Task.optimizer` is given: matrices, which decay, and vectors and numbers, which do not."""
+    """Returns the groups that `Task.optimizer` is given: "decay" of matrices, "no_decay" of vectors and numbers."""
     matrices = {"name": "decay", "params": [param for param in params if len(param.shape) > 1]}
     others = {"name": "no_decay", "params": [param for param in params if len(param.shape) < 2], "weight_decay": 0.0}
     return [group for group in (matrices, others) if group["params"]]
 
 
 def optimizer_of(make: Callable[[list[dict]], Any], params: Sequence[torch.Tensor]) -> Any:
-    """Returns what `Task.optimizer` makes, switched to training where it has a mode."""
+    """Returns the optimizer that `Task.optimizer` makes, switched to training where it has a mode."""
     made = make(groups(params))
     if has_mode(made):
         made.train()
@@ -114,7 +114,7 @@ def has_mode(optimizer: Any) -> bool:
 
 @contextmanager
 def evaluating(optimizer: Any) -> Iterator[None]:
-    """Context: weights are those that the optimizer evaluates."""
+    """Context: the optimizer is in its `eval()` mode, where it has one, which puts averaged weights in place."""
     if has_mode(optimizer):
         optimizer.eval()
     yield

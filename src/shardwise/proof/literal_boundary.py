@@ -66,8 +66,9 @@ def _with_cells_beyond(field: torch.Tensor, kinds: Sequence[str]) -> torch.Tenso
 
 
 def _cell(place: Sequence[int], sizes: Sequence[int], kinds: Sequence[str]) -> list[int] | None:
-    """Returns the cell of the field that is found at a place, None for a zero."""
+    """Returns the index of the field's cell that a padded place reads; None where it reads a zero."""
     dims = list(zip(place, sizes, kinds, strict=True))
+    # over a pole one arrives on the opposite meridian: half around the periodic dim
     turned = any(kind == "pole" and not 0 <= p < n for p, n, kind in dims)
     cell = []
     for p, n, kind in dims:

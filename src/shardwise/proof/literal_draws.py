@@ -74,7 +74,7 @@ class CheckedRandom(GlobalRandom):
                 self._tell(f"{name}'s generator begins two micro-batches alike")
 
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
-        """Returns the bits, each the hash of its element's place, or which of them are below `rate`."""
+        """Returns 53 random bits of each element, a hash of its place; with `rate`, whether below that share."""
         bits = super()._drawn(key, path, func, shape, device, like, None)
         whole = self.samples.count == self.samples.total and not any(self.paths.packed)
         if whole and not torch.equal(bits.cpu(), bits_of(key, shape)):
@@ -111,7 +111,7 @@ def difference(func: Any, args: tuple, kwargs: dict) -> list[str]:
 
 
 def _repeated(args: tuple, times: int) -> tuple:
-    """Returns the arguments of a draw of so many times the numbers."""
+    """Returns a random operation's arguments with a first dim of `times` before each tensor's dims and each size."""
     return tuple(
         arg.detach().expand(times, *arg.shape).clone() if isinstance(arg, torch.Tensor)
         else [times, *arg] if isinstance(arg, list | tuple) else arg
@@ -137,7 +137,7 @@ def _below(shape: tuple[int, ...], device: torch.device, rate: float) -> torch.T
 
 
 def _moments(drawn: Any) -> list[tuple[float, float, int]]:
-    """Returns (mean, variance, count) of bounded functions of what was drawn: tan(x) has no mean, tanh(x) has one."""
+    """Returns (mean, variance, count) of three bounded functions of each drawn tensor: a draw may have no mean."""
     moments = []
     for leaf in tree_leaves(drawn):
         numbers = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).detach().double()

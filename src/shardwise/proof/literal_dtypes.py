@@ -26,6 +26,7 @@ class OneDtype(TorchFunctionMode):
         self.compute = compute
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Returns an operation's result; where torch refuses mixed dtypes, all are computed in one dtype."""
         args, kwargs = list(args), dict(kwargs or {})
         for place, name in _NORM_WEIGHTS.get(func, ()):
             if place < len(args) and args[place] is not None:
@@ -34,12 +35,12 @@ class OneDtype(TorchFunctionMode):
                 kwargs[name] = kwargs[name].to(torch.promote_types(kwargs[name].dtype, torch.float32))
         try:
             return func(*args, **kwargs)
-        except RuntimeError:
+        except RuntimeError:  # perhaps for mixed dtypes
             dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_real(leaf)}
             if len(dtypes) < 2 or kwargs.get("out") is not None:
                 raise
         name = getattr(func, "__name__", "")
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):  # in place
             dtype = args[0].dtype
         else:
             dtype = max(dtypes, key=lambda seen: seen.itemsize) if func in _STATISTICS else self.compute

@@ -19,7 +19,7 @@ def sample_at(length: int, seed: int, position: int) -> int:
 
 
 def shuffled(length: int, name: str, place: int) -> int:
-    """Returns where a place of [0, length) comes to in the permutation of this name."""
+    """Returns the sample at a place of [0, length) in the permutation seeded by `name`."""
     digest = hashlib.shake_256(name.encode()).digest(8 * _ROUNDS)
     keys = [int.from_bytes(digest[8 * turn : 8 * turn + 8], "little") for turn in range(_ROUNDS)]
     rows = math.isqrt(length - 1) + 1

@@ -15,7 +15,7 @@ from shardwise.task import Task
 
 
 class LiteralRollout(nn.Module):
-    """The one-step module, run for each of the targets along dim 1, from its own last result."""
+    """The one-step module, run once for each target along dim 1 from its own last result; returns all the outputs."""
 
     def __init__(self, step: nn.Module, of: Any):
         super().__init__()
@@ -32,7 +32,7 @@ class LiteralRollout(nn.Module):
 
 
 def _batches(of: Any, batch: Any, outputs: Any) -> Any:
-    """Yields the batch of each step; its state is what `advance` makes of the output before."""
+    """Yields the batch of each of the K steps; its state is made by `advance` of the output before."""
     state = batch[of.state]
     for k in range(batch[of.targets].shape[1]):
         now = dict(batch)

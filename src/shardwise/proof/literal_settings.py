@@ -24,7 +24,7 @@ NEAR = 1e-12
 
 
 def steps(train: Any, samples: int | None, batch: int) -> int | None:
-    """Returns the optimizer steps of `epochs` passes over so many samples; None where steps are asked for.
+    """Returns the optimizer steps of `train.epochs` passes over `samples`; None where the run is given in steps.
 
     The last batch of an epoch holds what is left. A part of an epoch counts its batches, rounded up.
     """
@@ -35,7 +35,7 @@ def steps(train: Any, samples: int | None, batch: int) -> int | None:
 
 
 def rate(optimizer: Any, batch: int) -> float:
-    """Returns what the learning rate is multiplied by for this batch, of samples or tokens."""
+    """Returns the factor on the learning rate for a batch of this size (`scale_lr`), in samples or tokens."""
     times = batch / (optimizer.base_batch or 1)
     return {"none": 1.0, "linear": times, "sqrt": times**0.5}[optimizer.scale_lr]
 
@@ -86,7 +86,7 @@ def _is_adapted(layer: Any) -> bool:
 
 
 def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
-    """Returns the paths of the layers that `[lora] targets` name: ends of paths, part by part."""
+    """Returns the paths of the layers whose last parts a pattern of `[lora] targets` names."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     paths, inside = set(), tuple(f"{path}." for path, layer in model.named_modules() if _is_adapted(layer))
     for path, layer in model.named_modules():
@@ -138,7 +138,7 @@ def _fast_masks(seed: int) -> list[str]:
 
 
 def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> list[str]:
-    """Returns a sentence for each thing that a job has settled otherwise.
+    """Returns a sentence for each setting (steps, rates, schedule) that a job has otherwise than computed here.
 
     samples      of the task's data; None where it makes its batches
     run_factor   the run's schedule: step -> factor

@@ -42,7 +42,7 @@ MOST_BYTES, MOST_CHATS = 2**20, 2000  # of text files whose tokens are made agai
 
 
 def one_by_one(data: Any, indices: list[int]) -> Any:
-    """Returns these samples of what a proof reads (`First`), joined; None where the source is none of the package's."""
+    """Returns the batch of these samples of a proof's source (`First`); None for a source that is not the package's."""
     source: Any = getattr(data, "source", None)
     read = _reader(source)
     if read is None:
@@ -53,7 +53,7 @@ def one_by_one(data: Any, indices: list[int]) -> Any:
 
 
 def miscounted(task: Any) -> list[str]:
-    """Returns a sentence for each of a task's sources that has another number of samples than it tells."""
+    """Returns a sentence for each of a task's sources whose `len()` is not its number of samples, counted here."""
     told = []
     for name in ("data", "eval_data"):
         source = getattr(task, name)
@@ -72,7 +72,7 @@ def leaked(task: Any) -> list[str]:
 
 
 def mistokenized(section: Any, task: Any) -> list[str]:
-    """Returns a sentence where the tokens of a task's text files are not those of their texts, each with its end."""
+    """Returns [a sentence] where a task's tokens are not those of its text files, each with the end token; else []."""
     named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
     files = [Path(path) for paths in named for path in paths]
     if not isinstance(task.data, TokenSource) or not files or sum(file.stat().st_size for file in files) > MOST_BYTES:
@@ -91,13 +91,14 @@ def _texts(file: Path) -> list[str]:
 
 
 def _span(source: Any) -> Any:
-    """Returns where a source's text begins and ends; None of one without."""
+    """Returns (start, stop) of a source's part of its text or tokens; None for a source without such a part."""
     if isinstance(source, BytesSource):
         return source.start, source.stop
     return source.span if isinstance(source, TokenSource) else None
 
 
 def _count(source: Any) -> int | None:
+    """Returns how many samples a source has by its files or arrays; None where they are not counted here."""
     if isinstance(source, Blend):
         counts = [(_count(one), one) for one in source.sources]
         return sum(len(one) if count is None else count for count, one in counts)
@@ -109,7 +110,7 @@ def _count(source: Any) -> int | None:
 
 
 def _reader(source: Any) -> Callable[[Any, int], Any] | None:
-    """Returns (source, index) -> a batch of that sample; None for what is read as it is."""
+    """Returns a function (source, index) -> batch of that sample; None for a source that is not read a second time."""
     if isinstance(source, Blend):
         return _of_blend
     if isinstance(source, TokenSource):
@@ -131,6 +132,7 @@ def _of_blend(blend: Blend, index: int) -> Any:
 
 
 def _of_tokens(source: TokenSource, index: int) -> Any:
+    """Returns {"tokens": (1, seq_len + 1)} of one window, found by counting through the source's files."""
     window = source.span[0] + index
     for path in source.paths:
         tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, source.dtype, "r")
@@ -144,6 +146,7 @@ def _of_tokens(source: TokenSource, index: int) -> Any:
 
 
 def _of_lines(source: JsonlSource, index: int) -> Any:
+    """Returns a batch of one packed row: "input_ids", "labels" and "position_ids", each (1, seq_len)."""
     tokens: list[int] = []
     labels: list[int] = []
     positions: list[int] = []
@@ -185,7 +188,7 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
 
 
 def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
-    """Returns (tokens, which are learned) of a conversation: its answers, each with the mark that ends it."""
+    """Returns (tokens, for each whether it is learned) of a conversation: answers are, each with its end token."""
     tokenizer, turns = _tokenizer(folder), record["messages"]
     options = {"tools": record["tools"]} if record.get("tools") else {}
 
@@ -200,7 +203,7 @@ def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))
             marks = [at for at in range(low, high) if tokens[at] in special]
-            if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():
+            if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():  # blanks of the template
                 high = marks[-1] + 1
             learned[low:high] = [True] * (high - low)
     return tokens, learned
@@ -213,7 +216,7 @@ def _alike(tokens: list[int], others: list[int]) -> int:
 
 
 def _is_read(source: JsonlSource) -> bool:
-    """Whether a source has no template, or one that does not mark answers itself, of a few chats."""
+    """Whether a source is read again here: it has no chat template, or has few chats and one that marks no answers."""
     if source.template is None:
         return True
     template = _tokenizer(source.template.folder).get_chat_template()
@@ -234,7 +237,7 @@ def _of_digits(source: DigitsSource, index: int) -> Any:
 
 @lru_cache(maxsize=1)
 def _digits() -> dict[bytes, int]:
-    """Returns the label of each image, as the bytes that a source has of it."""
+    """Returns {bytes of an image as float32: its label} of the handwritten digits that sklearn packages."""
     (package,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]
     rows = np.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=",")
     return {(row[:-1] / 16).astype(np.float32).tobytes(): int(row[-1]) for row in rows}

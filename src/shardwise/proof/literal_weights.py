@@ -31,7 +31,7 @@ Values = dict[str, torch.Tensor]
 
 
 def differences(task: Task, module: nn.Module) -> list[str]:
-    """Returns a sentence for what the module's weights have that its constructor does not give them."""
+    """Returns a sentence for each constant, mean, width or repeated draw of weights that is not the constructor's."""
     if not is_looked_at(task, module):
         return []
     values = _values(module)
@@ -47,7 +47,7 @@ def differences(task: Task, module: nn.Module) -> list[str]:
     for name, value in values.items():
         if value.shape != first[name].shape or not value.is_floating_point() or value.layout != torch.strided:
             continue
-        if torch.equal(first[name], second[name]):
+        if torch.equal(first[name], second[name]):  # under two seeds: a constant, and not drawn
             if not torch.allclose(value, first[name], rtol=1e-5, atol=1e-7, equal_nan=True):
                 told.append(f"'{name}' does not begin with the constant that its constructor gives it")
         else:
@@ -57,7 +57,7 @@ def differences(task: Task, module: nn.Module) -> list[str]:
 
 
 def is_looked_at(task: Task, module: nn.Module) -> bool:
-    """Whether `differences` runs the constructor: who does goes on with a module that is built after it.
+    """Whether `differences` runs the constructor again; the caller then builds the module that it uses after that.
 
     What a constructor leaves outside of its module (a list that it fills) is then that module's.
     """
@@ -66,6 +66,7 @@ def is_looked_at(task: Task, module: nn.Module) -> bool:
 
 
 def _constructed(model: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Values]:
+    """Returns (module, its values by name) of the constructor under a seed; generators are as before afterwards."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), as_written():
         torch.manual_seed(seed)
@@ -96,7 +97,7 @@ def _other_widths(model: Callable[[], nn.Module], drawn: list[str], values: Valu
 
 
 def _apart(drawn: list[str], values: Values, first: Values) -> float:
-    """Returns how far means of bounded functions of the numbers lie apart, in units of what chance does to them."""
+    """Returns the largest difference in means of bounded functions of drawn tensors, in standard errors."""
     most = 0.0
     for bounded in (torch.tanh, lambda numbers: torch.tanh(numbers).square()):
         units = []

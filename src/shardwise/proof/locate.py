@@ -92,7 +92,7 @@ def _number(
 
 
 def _modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    """Returns the first output of a module that differs, with the module that made it."""
+    """Returns the first output of a module that differs on a rank, with the module that made it; None without one."""
     for key, expected in single.forward.items():
         for rank, trace in enumerate(traces):
             difference = _difference(expected, trace.forward.get(key), pipelined)
@@ -125,7 +125,7 @@ def _gradients_of_modules(step: int, single: CallTrace, traces: Sequence[CallTra
 
 
 def _ran(trace: CallTrace, key: Key) -> bool:
-    """Returns whether a rank ran this call: on ranks of other stages it has no outputs, or made-up ones (NaN)."""
+    """Whether a rank ran this call: on ranks of other stages it has no outputs, or made-up ones (NaN)."""
     gave = [value for other, value in trace.forward.items() if other[:3] == key[:3]]
     return bool(gave) and not any(bool(torch.isnan(value.tensor).any()) for value in gave)
 
@@ -163,14 +163,9 @@ def _difference(expected: SampledTensor, actual: SampledTensor | None, pipelined
 
 
 def _named(
-    parity: Parity,
-    single: Record,
-    ranks: Record,
-    kind: str,
-    step: int,
-    phase: str,
+    parity: Parity, single: Record, ranks: Record, kind: str, step: int, phase: str,
     shares: list[dict[str, torch.Tensor]],
-) -> Located | None:
+) -> Located | None:  # fmt: skip
     """Returns the first tensor of a kind that exceeds its bar in this step, and on which rank."""
     exceeding = {name for (of, name), first in parity.exceeded.items() if of == kind and first == step}
     for name in (name for name in single.of(kind, step) if name in exceeding):

@@ -29,7 +29,7 @@ STEPS = 5
 
 @dataclass
 class FewSteps:
-    """Losses of them; of each weight its digest, and its values before and after them, in float64 (rank 0)."""
+    """A few steps' losses; of each weight its digest, and its values before and after them, in float64 (rank 0)."""
 
     losses: list[float] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
@@ -50,6 +50,7 @@ def run_variants(task: Any, plan: Plan, settings: Settings) -> list[FewSteps]:
 
 
 def _run(task: Task, plan: Plan, settings: Settings) -> FewSteps:
+    """Returns this rank's `FewSteps` under the plan; tensors on rank 0 alone. Collective."""
     engine, run = parallelize(task, plan, **settings.of_engine), FewSteps()
     for step in range(STEPS):
         if not step:
@@ -67,7 +68,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) -> None:
-    """Put what the variants of every rank differ by into a proof: bits of split masters, and a note on codes."""
+    """Compare the variants' runs on every rank, into `parity`: bits of split masters, and a note on codes."""
     names = variants(plan)
     if plan.masters == "split":
         place = names.index(plan.with_(compile=False, optimizer_state="full"))
@@ -90,6 +91,7 @@ def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]]) -> Non
 
 
 def _measure(parity: Parity, plan: Plan, full: FewSteps, coded: FewSteps) -> None:
+    """Add a note on how far losses and weights of coded state are from those of full state."""
     losses = max(abs(a - b) / max(abs(a), 1e-300) for a, b in zip(full.losses, coded.losses, strict=True))
     apart = sum(float((coded.after[name] - value).square().sum()) for name, value in full.after.items())
     moved = sum(float((value - full.before[name]).square().sum()) for name, value in full.after.items())

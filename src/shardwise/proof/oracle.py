@@ -38,7 +38,7 @@ from shardwise.trace.double import KeepDouble, default_dtype
 
 @dataclass
 class Look:
-    """A close look at one step, asked for beside the record.
+    """A request to trace one step, beside the record, and its result.
 
     trace    every module's outputs and their gradients
     shares   summands of the gradient, by data rank of `ranks`; [] where they do not add up to it
@@ -253,7 +253,7 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
 
 
 def _nudge_inside(module: nn.Module, settings: Settings) -> None:
-    """Move what each module without children returns by an epsilon, alike in every call; gradients do not see it."""
+    """Add hooks that move each childless module's output by an epsilon, alike in every call; gradients stay."""
 
     def moved(place: int, output: Any) -> Any:
         def move(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def _times(error: float, bar: float) -> float:
 
 
 def _first_of(label: str, what: list[str]) -> list[str]:
-    """Returns a line for each of the first few, and one that counts the rest."""
+    """Returns a line "label: text" for each of the first few texts, and one that counts the rest."""
     rest = [f"and {len(what) - MOST_TOLD} more (--json)"] if len(what) > MOST_TOLD else []
     return [f"  {label}: {each}" for each in what[:MOST_TOLD] + rest]
 
@@ -68,7 +68,7 @@ class Parity:
     second: Parity | None = None  # the proof in the plan's own precision, beside this one
 
     def errors(self, kind: str) -> dict[str, float]:
-        """Returns name -> largest error, of one of `KINDS`."""
+        """Returns {name of a tensor: its largest error}, of one of `KINDS`."""
         errors: dict[str, float] = getattr(self, f"{kind}_error")
         return errors
 
@@ -78,7 +78,7 @@ class Parity:
 
     @property
     def equal(self) -> bool:
-        """Returns whether everything compared is within its bar."""
+        """Whether everything compared is within its bar, and nothing else differs."""
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
         errors = [("loss", "", self.loss_error), ("norm", "", self.norm_error or 0.0)]

@@ -60,6 +60,6 @@ def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
 
 
 def _in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a copy in a dtype, or in the complex one of such parts; of integers as they are."""
+    """Returns a copy in a dtype, of complex numbers with parts of that dtype; integers keep theirs."""
     of = dtype.to_complex() if tensor.is_complex() else dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(of, copy=True)

@@ -155,7 +155,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
 def _under_plan(
     parity: Parity, job: Any, plan: Plan, settings: Settings, rate: float, on_ranks: Callable[..., list[Any]]
 ) -> list[Narrow]:
-    """Returns what every rank measured under the plan; without `compile`, and with a note, where the model draws."""
+    """Returns every rank's `Narrow` under the plan; without `compile`, and with a note, where the model draws."""
     plan = plan.with_(optimizer_state="full")  # SGD keeps no state that could rest by a code
     try:
         ranks = on_ranks(narrow_rank, plan.world_size, job, plan, settings, rate)
@@ -189,7 +189,7 @@ def _compare_numbers(
 
 
 def _scales(plan: Plan, run: Narrow) -> list[float]:
-    """Returns the loss scale after each step; over the first one, where that is chosen by pieces of a micro-batch."""
+    """Returns the loss scale after each step; relative to the first where that depends on pieces of a micro-batch."""
     first = run.scales[0] or 1.0 if plan.deterministic else 1.0
     return [scale / first for scale in run.scales]
 
@@ -211,7 +211,7 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
-    """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
+    """Returns one rank's losses, norms and scales in the plan's own precision; of rank 0 also weights. Collective."""
     task, now = job.build_task(), [-1]
     loss = spoiling(task.loss, lambda: now[0] == OVERFLOWS and _compute(plan) == torch.float16)
     engine = parallelize(task.with_(optimizer=partial(_sgd, rate), loss=loss), plan, **settings.of_engine)
@@ -233,7 +233,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
 
 
 def spoiling(loss: Callable[..., Any], now: Callable[[], bool]) -> Callable[..., Any]:
-    """Returns the loss, through which infinite gradients go back while `now()` is true."""
+    """Returns the loss function, whose backward gives infinite gradients while `now()` is true."""
 
     @wraps(loss)
     def spoilt(output: Any, *args: Any) -> Any:
@@ -247,7 +247,7 @@ def spoiling(loss: Callable[..., Any], now: Callable[[], bool]) -> Callable[...,
 
 
 def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None, parts: int = 1) -> Narrow:
-    """Returns what one process does in the plan's precision, by a plain loop.
+    """Returns the losses, norms, scales and weights of one process in the plan's precision, by a plain loop.
 
     rate   None: found in the first step
     parts  into which the samples of a micro-batch are cut, as ranks have them. What 16 bits lose where a kernel adds up
@@ -327,7 +327,7 @@ def _pieces(samples: int, accumulate: int, parts: int) -> Iterator[tuple[int, in
 
 
 def _rounded_norms(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[float, float]:
-    """Returns the norm whose squares are added up in `dtype`, a few thousand at a time, and so from the last on.
+    """Returns the norm with squares added up in `dtype`, a few thousand at a time: (from the first, from the last on).
 
     Where large gradients come first, the squares of small ones are lost beside them.
     """

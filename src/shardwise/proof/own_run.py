@@ -67,7 +67,7 @@ class Watching:
 
     @contextmanager
     def around(self, engine: Engine) -> Iterator[None]:
-        """Context around a rank's steps. Collective."""
+        """Context around a rank's steps: fills `seen`. Collective."""
         self._average = {name: value.double() for name, value in _whole(engine).items()}
         self._engine = engine
         with engine.around("update", partial(self._noting, engine)):
@@ -78,12 +78,13 @@ class Watching:
             self.seen.weights, self.seen.averages = {}, {}
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the loss, through which infinite gradients go back in the step that is spoilt."""
+        """Returns the loss function, whose backward gives infinite gradients in the step that is spoilt."""
 
         return spoiling(loss, lambda: self._engine is not None and self._engine.steps_done == self.spoilt)
 
     @contextmanager
     def _noting(self, engine: Engine) -> Iterator[None]:
+        """Context around an update: notes afterwards weights and averages, of the steps that are due. Collective."""
         yield
         step, now = engine.steps_done, _whole(engine)
         self.seen.updated.append(step)
@@ -110,7 +111,7 @@ def watching(task: Task, settings: RunSettings) -> Watching:
 
 
 def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watching], folder: Path) -> list[str]:
-    """Returns a sentence for each thing that the run wrote and that is not what its own weights say."""
+    """Returns a sentence for each number or file that the run wrote and that its own weights do not give."""
     watched = ranks[0]
     seen, last = watched.seen, settings.steps - 1
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -119,7 +120,7 @@ def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watchi
     told = []
     if seen.updated != expected:
         told.append(f"steps {seen.updated} were updates, where {expected} are finite")
-        return told
+        return told  # all that follows is numbered by these steps
     skipped = [row["step"] for row in rows if row.get("skipped")]
     if skipped != [step for step in [watched.spoilt] if step is not None]:
         told.append(f"steps {skipped} are told to be skipped, and step {watched.spoilt} overflowed")
@@ -167,6 +168,7 @@ def _same(a: torch.Tensor, b: torch.Tensor, rounded: bool) -> bool:
 
 
 def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) -> list[str]:
+    """Returns a sentence on the first average in a file that is further off than rounding allows; else []."""
     stored, unit = _read(path), torch.finfo(dtypes.said(plan)[1]).eps
     for name, average in seen.averages[last].items():
         if name not in stored or not average.numel():
@@ -181,7 +183,7 @@ def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) ->
 def _off_evaluations(
     task: Task, plan: Any, settings: RunSettings, seen: SeenRun, evaluations: dict[int, Any]
 ) -> list[str]:  # fmt: skip
-    """Returns a sentence for each held-out loss that is further from one process's than its arithmetic allows."""
+    """Returns a sentence for each held-out loss that is further from one process's than rounding moves that."""
     own = Settings(seed=settings.seed, dtype=torch.promote_types(dtypes.said(plan)[1], torch.float32))
     module, told = plain_module(task, own).eval(), []
     for step, numbers in sorted(evaluations.items()):

@@ -115,7 +115,7 @@ def verify(
 def _many(
     task: Any, resolved: Task, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float, say: Say
 ) -> Any:
-    """Returns the record of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan`."""
+    """Returns the `Record` of the plan's ranks; adds notes to `parity`. Raises `RefusedPlan` as the ranks do."""
     from shardwise.engine.refused_modules import refuse
     from shardwise.proof.dtypes import first_differences
     from shardwise.proof.rank import run_rank
@@ -143,7 +143,7 @@ def _many(
 
 @dataclass(frozen=True)
 class _SameTask:
-    """A job whose task is as it was given."""
+    """Stands for a job: `build_task` returns the task that was given, resolved."""
 
     task: Any
 
@@ -221,7 +221,7 @@ def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
 
 
 def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
-    """Returns (the oracle's record, the settings it ran in).
+    """Returns (the oracle's `Record`, the `Settings` that it ran in: float32 where a kernel has no float64).
 
     Raises `InputError` where the task fails in plain PyTorch too, `RefusedPlan` where the oracle alone fails.
     """
@@ -234,7 +234,7 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
-    """Returns the steps of one process: in float64, or in float32 where a kernel has no float64."""
+    """Returns (`Record` of one process, its `Settings`): in float64, or in float32 where a kernel has no float64."""
     from shardwise.proof.float32_proof import float32_oracle
     from shardwise.proof.oracle import run_oracle
 
@@ -247,7 +247,7 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _refuse_half(task: Task, settings: Any) -> None:
-    """Raises `InputError` for a batch of half precision on which one process fails: the proof makes it float64."""
+    """Raises `InputError` for a half-precision batch on which one process fails: the proof's float64 would hide it."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -268,7 +268,7 @@ def _refuse_half(task: Task, settings: Any) -> None:
 
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
-    """Returns what to raise where the oracle fails: `InputError` if a plain PyTorch step fails on the batch too."""
+    """Returns the error to raise where the oracle fails: `InputError` if a plain PyTorch step fails too."""
     from shardwise.device import pick_device
     from shardwise.look.memory_limits import is_out_of_memory
     from shardwise.look.one_process import cured, failure_alone, reason
@@ -324,7 +324,7 @@ def _ran(function: Any, asked: tuple, pool: Any, timeout_s: float) -> list[Any]:
 
 
 def _joined(records: list[Any]) -> Any:
-    """Returns rank 0's record, with what other ranks have that differs from it."""
+    """Returns rank 0's `Record`, with the other ranks' deviations and differences from it added."""
     first, *others = records
     for rank, other in enumerate(others, 1):
         for name, mine, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms)):

@@ -44,7 +44,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run that its configuration comes to.
+    """A run's settings, computed from its configuration.
 
     batch       samples of a global batch, where the task has data to be read
     accumulate  micro-batches of a step
@@ -67,7 +67,7 @@ class RunSettings:
 
 @dataclass
 class RunRecord:
-    """The numbers of each step and of each evaluation of a run, its weights and buffers, and averages of weights."""
+    """What a run came to: numbers of each step and evaluation (by step), final weights and buffers, their averages."""
 
     steps: list[Numbers] = field(default_factory=list)
     evaluations: dict[int, Numbers] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class RunRecord:
 
 
 def plain_run(task: Task, settings: RunSettings) -> RunRecord:
-    """Returns what the run does in float64 in this process. `RefusedPlan` for an optimizer that needs a closure."""
+    """Returns the `RunRecord` of the run in float64 in this process; `RefusedPlan` for an optimizer with a closure."""
     of_task = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, Settings(seed=settings.seed))
@@ -153,13 +153,13 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
 
 
 def _state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns copies of the module's parameters and persistent buffers."""
+    """Returns {name: copy} of the module's parameters and persistent buffers."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 @contextmanager
 def _replaced(named: list[tuple[str, nn.Parameter]], values: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Context: the parameters have `values`."""
+    """Context: the parameters have the values in `values`, by name, and their own again after it."""
     kept = [param.data for _, param in named]
     for name, param in named:
         param.data = values[name]
@@ -251,7 +251,7 @@ def is_due(task: Task, settings: RunSettings, step: int) -> bool:
 
 
 def held_out(length: int, settings: RunSettings) -> list[int]:
-    """Returns the samples of one evaluation, of `length` held-out ones, evenly spread."""
+    """Returns the indices of one evaluation's samples among `length` held-out ones, evenly spread."""
     count = min(settings.eval_count, length) if settings.eval_count else length
     return [length * index // count for index in range(count)]
 
@@ -287,7 +287,7 @@ def _add_metrics(task: Task, output: Any, part: Any, sums: dict[str, list[Any]])
 
 
 def _metrics(sums: dict[str, list[Any]]) -> Numbers:
-    """Returns each metric's value: total by weight, then the function that it names (a square root, say)."""
+    """Returns {metric: value}, "name/0" and so on of vectors, from name -> (total, weight, [function applied last])."""
     ends: dict[Any, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
     values = {}
     for name, (total, weight, finish) in sums.items():

@@ -69,7 +69,7 @@ class _Block:
         self.before: set[Any] = set()  # nodes of autograd from before the block
 
     def program(self) -> Program:
-        """Returns parameters, buffers, and a line for each call, operation and return; () where no call came."""
+        """Returns the block's program: parameters, buffers, each call, operation and return; () if never called."""
         return (self.parameters, self.buffers, *self.lines) if self.lines else ()
 
     def enter(self, arguments: Any) -> None:

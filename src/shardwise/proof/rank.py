@@ -48,6 +48,7 @@ def run_rank(task: Any, plan: Plan, settings: Settings, own: Plan | None = None)
 
 
 def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, Mesh]:
+    """Returns (the record of all steps, the mesh); ranks but 0 keep only what differs from rank 0. Collective."""
     engine, buckets = _engine(resolved, plan, settings)
     record = Record(
         notices=list(engine.notices), buckets=min(buckets, default=0) if engine.mesh.gradients.size > 1 else 0
@@ -75,7 +76,7 @@ def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, M
 
 
 def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrace:
-    """Returns what this rank's modules returned in one step, and the gradients of that. Collective."""
+    """Returns the outputs of this rank's modules in one step, and their gradients. Collective."""
     resolved = resolve_task(task)
     engine, _ = _engine(resolved, plan, settings)
     watch = ModuleWatch(engine.module, plain, plan.pp > 1)
@@ -100,7 +101,7 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrac
 
 
 def _engine(task: Task, plan: Plan, settings: Settings) -> tuple[Engine, list[int]]:
-    """Returns the engine, and the number of gradient buckets of each technique in it."""
+    """Returns (the engine, how many gradient buckets each of its techniques has)."""
     # small buckets, so that gradients travel in several, as those of a large model do
     with KeepDouble(), default_dtype(settings.dtype), small_buckets() as buckets:
         engine = parallelize(task, plan, **settings.of_engine)
@@ -130,7 +131,7 @@ def _states(engine: Engine, record: Record) -> Tensors:
 
 
 def _answers(engine: Engine, record: Record, step: int) -> Answers:
-    """Yields what this rank has itself after a step. Collective."""
+    """Yields (kind, name, tensor or None) of this rank's gradients, parameters, buffers and states. Collective."""
     yield from (("gradient", name, tensor) for name, tensor in record.gradients[step].items())
     yield from (("parameter", name, tensor) for name, tensor in engine.used_parameters())
     yield from (("buffer", name, tensor) for name, tensor in engine.used_buffers())
@@ -138,7 +139,7 @@ def _answers(engine: Engine, record: Record, step: int) -> Answers:
 
 
 def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) -> None:
-    """Add a deviation for what differs in a bit from what rank 0 recorded. Collective."""
+    """Add to the record a `Deviation` for each tensor that differs in a bit from rank 0's. Collective."""
     kinds = ("parameter",) if step < 0 else ("gradient", "parameter", "buffer", "optimizer")
     mine: dict[str, dict[str, str | None]] = {kind: {} for kind in kinds}
     if engine.rank == 0:

@@ -12,7 +12,7 @@ Tensors = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Deviation:
-    """A rank's tensor that differs in a bit from the one that rank 0 recorded."""
+    """One tensor of a rank that differs in a bit from rank 0's; `tensor` is None where the rank has none."""
 
     rank: int
     step: int  # -1: before the first

@@ -23,7 +23,7 @@ from shardwise.training.keeping import GOES_ON, SAVED_ALL_THE_SAME
 
 
 def read_saved(folder: Path, record: RunRecord) -> None:
-    """Put what the newest checkpoint under a run's folder holds into the record, whole; nothing where there is none.
+    """Put the whole tensors of the newest checkpoint under a run's folder into the record; nothing without one.
 
     A save that failed is a difference: the run itself may go on, with a notice.
     """
@@ -75,6 +75,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
                 continue
             error = tensor_error(theirs[name].to(value.dtype), value, max(rate, 1e-300))
             parity.parameter_error[f"{prefix}{name}"] = error
+    # a state near zero is rounding beside the largest of its kind, so errors are taken relative to that
     largest: dict[str, float] = {}
     for name, value in single.states.items():
         kind = name.rpartition("/")[2]

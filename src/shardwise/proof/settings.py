@@ -33,7 +33,7 @@ class Settings:
 
     @property
     def of_engine(self) -> dict[str, Any]:
-        """Returns what `parallelize` is given beside a task and a plan."""
+        """Returns the keyword arguments of `parallelize`: seed, randomness, clip_norm and device."""
         return {"seed": self.seed, "randomness": "global", "clip_norm": self.clip_norm, "device": self.device}
 
 

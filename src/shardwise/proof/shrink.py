@@ -89,7 +89,7 @@ class _FirstSamples:
 
 @dataclass(frozen=True)
 class _Corner:
-    """A source of which one region is read."""
+    """A source that reads one region, [start, stop) of each dim, of its fields."""
 
     source: Any
     region: tuple[tuple[int, int], ...]
@@ -132,7 +132,7 @@ def _cut(module: nn.Module, kept: Kept) -> None:
 
 @dataclass
 class _Depth:
-    """The blocks that stay, and what to say of it."""
+    """Blocks that a small model keeps: indices by the path of their list; notes; what is left out, in words."""
 
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _Depth:
 
 
 def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
-    """Returns the small plan and task, with notes on what they keep and what they leave out."""
+    """Returns a `Shrunk`: the small plan and task, with notes on what they keep and what they leave out."""
     built = build(task.model, 0)
     batch = global_batch(task, Settings(), 0)
     small = _small_plan(plan, samples_in(batch)).with_(domain=_small_tiles(task, plan, batch))
@@ -164,6 +164,7 @@ def _small_plan(plan: Plan, samples: int) -> Plan:
 
 
 def _of_ranks(plan: Plan, most: int) -> Plan:
+    """Returns the plan with at most `most` data ranks on each axis, and the fewest of ep, pp and accumulate."""
     ep = next((n for n in range(MOST_RANKS, plan.ep + 1) if plan.ep % n == 0), plan.ep)
     small = plan.with_(
         dp_replicate=min(plan.dp_replicate, most),
@@ -176,7 +177,7 @@ def _of_ranks(plan: Plan, most: int) -> Plan:
 
 
 def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
-    """Returns the tiles along each dim: both edges, one inside, and as uneven as the plan's."""
+    """Returns the number of tiles along each dim: both edges, one inside, and as uneven as the plan's."""
     sizes = tiled_sizes(task, plan, batch) if plan.tiles > 1 else ()
     small = list(plan.domain)
     for place, (tiles, size) in enumerate(zip(plan.domain, sizes, strict=False)):
@@ -186,7 +187,7 @@ def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 
 
 def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Corner, list[str]]:
-    """Returns (the cells that stay of each field of a batch, notes); adds to what `depth` leaves out."""
+    """Returns ((dim, cells) that stay of each field of a batch, notes); adds to what `depth` leaves out."""
     dims = field_dims(task, batch) if small.tiles > 1 else ()
     leaves = tree_flatten(batch)[0]
     sizes = next((tuple(leaf.shape[d] for d in along) for leaf, along in zip(leaves, dims, strict=False) if along), ())
@@ -268,7 +269,7 @@ def _lists(module: nn.Module) -> dict[str, int]:
 
 
 def _stay(programs: list[Any], wanted: int) -> tuple[int, ...]:
-    """Returns the indices that stay: the first two of each program; then the first until there are `wanted`."""
+    """Returns the indices of the blocks that stay: the first two of each program, then the first up to `wanted`."""
     met: Counter = Counter()
     stay = set()
     for index, program in enumerate(programs):

@@ -68,7 +68,7 @@ def small_of(name: str) -> Any:
 
 @contextmanager
 def small_sizes() -> Iterator[None]:
-    """Context: every size is its small one, in this process and all of its threads (backward may run in another)."""
+    """Context: each of `SIZES` has its small value in its module, for all threads (backward may run in another)."""
     modules = [import_module(f"shardwise.{size.module}") for size in SIZES]
     before = [getattr(module, size.name) for module, size in zip(modules, SIZES, strict=True)]
     try:
@@ -82,7 +82,7 @@ def small_sizes() -> Iterator[None]:
 
 @contextmanager
 def sizes_of(step: int) -> Iterator[None]:
-    """Context around a step of a proof of several: odd ones are taken at the small sizes."""
+    """Context around one step of a proof: odd steps run at the small sizes."""
     if step % 2 == 0:
         yield
         return

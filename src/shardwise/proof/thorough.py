@@ -42,7 +42,7 @@ Prove = Callable[[Any, Plan], Parity]
 class OddTask:
     """Makes a task with an odd number of samples in each batch, and values on a grid from the third step on.
 
-    extents  dims of the batch of such sizes, but samples, are one less
+    extents  sizes: a dim of the batch that has one of these, and counts no samples, is made one shorter
     """
 
     task: Any
@@ -50,7 +50,7 @@ class OddTask:
     extents: frozenset[int] = frozenset()
 
     def __call__(self) -> Task:
-        """Returns the task."""
+        """Returns the odd task."""
         task = resolve_task(self.task)
         return task if task.batch is None else task.with_(batch=_OddBatch(task.batch, self.grid, self.extents))
 
@@ -75,7 +75,7 @@ def _less(tensor: torch.Tensor, extents: frozenset[int]) -> torch.Tensor:
 
 
 def _extents(task: Any) -> frozenset[int]:
-    """Returns the extents of a batch's dims, but samples, that may be one less as far as one process is concerned."""
+    """Returns the sizes of a batch's dims behind the first that can be one less without one process failing."""
     resolved, precision, fine = resolve_task(task), Precision.of(Plan()), set[int]()
     if resolved.batch is None:
         return frozenset()

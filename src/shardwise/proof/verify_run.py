@@ -75,7 +75,7 @@ class First:
         return self.count
 
     def read(self, indices: list[int], region: Any = None) -> Any:
-        """Returns those samples of the source."""
+        """Returns the source's batch of the samples at these indices of the proof's shorter source."""
         with as_written(), default_dtype(torch.float32):
             return self.source.read([cut(len(self.source), self.count, index)[0] for index in indices], region)
 
@@ -108,7 +108,7 @@ class Proving:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context around all that a rank runs: float64 stays float64, but where it runs in its own precision."""
+        """Context around all that a rank runs: computes in float64; in its own precision where `watching` is set."""
         if self.watching is not None:
             yield
             return
@@ -117,7 +117,7 @@ class Proving:
 
     @contextmanager
     def around(self, engine: Engine) -> Iterator[None]:
-        """Context around the steps of a rank's engine: what they write is watched, or they run at the small sizes."""
+        """Context around the steps of a rank's engine: they run at the small sizes, or `watching` records them."""
         if self.watching is None:
             settle(engine, self.limits)
         with small_sizes() if self.watching is None else self.watching.around(engine):
@@ -173,7 +173,7 @@ def verify_run(
 
 
 def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
-    """Returns the job of a few steps in float64, and the plain loop's settings for it."""
+    """Returns (the job of a few steps in float64, the plain loop's settings for it)."""
     effective, train = job.effective, job.effective.config.train
     task = job.build_task()
     if train.init_from is not None:
@@ -258,7 +258,7 @@ def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None
 
 
 def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, parity: Parity) -> None:
-    """Run the training loop in its own precision; what it writes beside its own weights goes into `parity`."""
+    """Run the training loop in its own precision; differences of files from the run's own weights go into `parity`."""
     if parity.unproven:  # one process cannot run in it
         return
     task = small.build_task()
@@ -284,14 +284,14 @@ def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, p
 
 
 def prove_rank(job: Job) -> own_run.Watching | None:
-    """Run the training loop of one rank; returns what watched it."""
+    """Run the training loop of one rank; returns the job's `Watching`, filled, or None where it has none."""
     run_rank(job)  # which builds the task as it is written: what is in memory then is its own precision's too
     watching: own_run.Watching | None = job.proof.watching
     return watching
 
 
 def _read(folder: Path) -> RunRecord:
-    """Returns what the run has written into its folder."""
+    """Returns the `RunRecord` in the files of a run's folder: numbers, weights, averages, the last checkpoint."""
     from safetensors.torch import load_file
 
     record = RunRecord()
@@ -310,6 +310,7 @@ def _read(folder: Path) -> RunRecord:
 
 
 def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
+    """Compare the run (`ranks`) with the plain loop (`single`): numbers, weights, files; into `parity`."""
     parity.differences += single.differences + ranks.differences
     if len(single.steps) != len(ranks.steps):
         parity.differences.append(f"the run took {len(ranks.steps)} steps, the plain loop {len(single.steps)}")
@@ -323,6 +324,7 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
         _compare_numbers(parity, f"step {step}", mine, theirs)
     for step in sorted(single.evaluations.keys() & ranks.evaluations.keys()):
         _compare_numbers(parity, f"the evaluation after step {step}", single.evaluations[step], ranks.evaluations[step])
+    # a weight at zero moves by the learning rate: the scale below which its error is not relative
     rate = max((abs(numbers["lr"]) for numbers in single.steps), default=0.0)
     both = (("", single.weights, ranks.weights), ("average of ", single.averages, ranks.averages))
     for prefix, ours, runs in both:

@@ -28,19 +28,19 @@ MOST_BLOCKS = 512  # that the one process counts through
 
 @dataclass(frozen=True)
 class Visited(Order):
-    """An order of which each batch of a proof reads another place; `starts` are where, `batch` how many there."""
+    """An order of samples in which each batch of a proof starts elsewhere: at `starts`, `batch` samples each."""
 
     own: Order | None = None
     starts: tuple[int, ...] = ()
     batch: int = 1
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Returns the samples of the own order at the places that stand for [start, stop)."""
+        """Returns the source's samples, (stop - start,), at the places that stand for positions [start, stop)."""
         places = _places(self.starts, self.batch, start, stop)
         return np.concatenate([self._at(start + at, place) for at, place in enumerate(places)])
 
     def _at(self, position: int, place: int) -> np.ndarray:
-        """Returns the sample there: of every other batch as a run finds it that goes on there, as a blend's may."""
+        """Returns the sample at a place, (1,); every other batch of a blend as a resumed run would find it."""
         own = self.own
         assert own is not None
         if isinstance(own, BlendOrder) and position // self.batch % 2:
@@ -55,20 +55,20 @@ def starts_of(length: int, batch: int) -> tuple[int, ...]:
 
 
 def _places(starts: tuple[int, ...], batch: int, start: int, stop: int) -> list[int]:
-    """Returns the positions of the order that stand for positions of the proof."""
+    """Returns the positions in the source's order that stand for positions [start, stop) of the proof."""
     return [starts[min(p // batch, len(starts) - 1)] + p - min(p // batch, len(starts) - 1) * batch
             for p in range(start, stop)]  # fmt: skip
 
 
 def visiting(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Order | None:
-    """Returns the source's order as the ranks of a proof read it; None where it defines none."""
+    """Returns the source's own order as the ranks of a proof read it; None for a source without one."""
     ask = getattr(source, "order", None)
     own = ask(seed) if callable(ask) else None
     return Visited(len(source), seed, own=own, starts=starts, batch=batch) if isinstance(own, Order) else None
 
 
 def literal(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Callable[[int, int], list[int]]:
-    """Returns (start, stop) -> samples, as the one process finds them; an order of the task's own is asked itself."""
+    """Returns a function (start, stop) -> samples in the one process; an order of the task's own is asked itself."""
     if not isinstance(source, Blend):
         own = source.order(seed)
         return lambda start, stop: [int(own.indices(p, p + 1)[0]) for p in _places(starts, batch, start, stop)]
@@ -90,12 +90,12 @@ def _blended(blend: Blend, seed: int, place: int) -> int:
 
 @lru_cache(maxsize=16)
 def _cells(seed: int, block: int) -> list[int]:
-    """Returns the cells of a block in their shuffled order."""
+    """Returns the places of a blend's block in their shuffled order."""
     return [shuffled(BLOCK, f"order/{seed}/{block}", cell) for cell in range(BLOCK)]
 
 
 def _counts(weights: tuple[float, ...]) -> list[int]:
-    """Returns how many places of a block each source has: rounded down, the largest remainders up, one at least."""
+    """Returns how many of a block's places each source of a blend gets, at least one; remainders go to the largest."""
     exact = [weight / sum(weights) * BLOCK for weight in weights]
     counts = [max(1, int(value)) for value in exact]
     for index in sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i]):

@@ -36,7 +36,7 @@ class SampledTensor:
 
 @dataclass
 class CallTrace:
-    """Tensors of a step's calls, in the order in which they came."""
+    """Tensors of a step's module calls, by `Key` (the call, and the tensor's place), in the order they came."""
 
     forward: dict[Key, SampledTensor] = field(default_factory=dict)
     arguments: dict[Key, SampledTensor] = field(default_factory=dict)  # by their place
@@ -81,6 +81,8 @@ class ModuleWatch:
                 handle.remove()
 
     def _before_call(self, path: str) -> Callable:
+        """Returns a hook that records the arguments of calls of the module at `path`, and their gradients."""
+
         def before_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             # calls without gradients are not compared; those that replay what lies before a stage are counted,
             # so that later calls of the module have the numbers that they have in one process
@@ -104,6 +106,8 @@ class ModuleWatch:
         return before_call
 
     def _after_call(self, path: str) -> Callable:
+        """Returns a hook that records the outputs of calls of the module at `path`, and their gradients."""
+
         def after_call(module: nn.Module, args: tuple, output: Any) -> None:
             if self._samples is None or all(call[1] != path for call in self._open):
                 return
@@ -142,7 +146,7 @@ class ModuleWatch:
 
 
 def rows_of(expected: SampledTensor, actual: SampledTensor) -> torch.Tensor | None:
-    """Returns the rows of one process's tensor for the samples in a rank's tensor; None where they are not known."""
+    """Returns the rows of one process's tensor for the samples in a rank's; None where they cannot be told."""
     a, b = actual.tensor, expected.tensor
     # a tensor without a dim of samples (a mean over positions, say) is whole on every rank
     if actual.count == actual.total or (

@@ -23,7 +23,7 @@ ZERO = 2**9  # units of rounding of the largest gradient; in float64 what the ba
 
 
 def settle_and_note(optimizer: torch.optim.Optimizer, limits: list[float]) -> None:
-    """Let one process's optimizer read settled gradients; each step's limit is added to `limits`."""
+    """Zero gradients of rounding size before each step of one process; the size of each step is added to `limits`."""
 
     def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         gradients = _gradients(optimizer)
@@ -35,13 +35,13 @@ def settle_and_note(optimizer: torch.optim.Optimizer, limits: list[float]) -> No
 
 
 def settle(engine: Any, limits: Sequence[float]) -> None:
-    """Let a rank's optimizer read settled gradients, by one process's limits; without these, gradients as they are."""
+    """Zero gradients below one process's limit of that step, before each step of a rank; nothing without `limits`."""
     if limits:
         engine.optimizer.register_step_pre_hook(lambda own, *_: _settle(_gradients(own), limits[engine.steps_done]))
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns what the optimizer reads, but sparse tensors; of a sharded one this rank's part."""
+    """Returns the dense gradients that the optimizer reads; of a DTensor this rank's part."""
     own = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in own if not grad.is_sparse]
 

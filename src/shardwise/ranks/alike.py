@@ -30,7 +30,7 @@ MOST = 8  # differences that are told
 
 
 def facts_here(more: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Returns this rank's host, and by name what all hosts must have alike."""
+    """Returns {"host": this host's name, "alike": {fact: text}} with all facts that hosts must have alike."""
     alike = {"python": platform.python_version()}
     for name in COMPARED:
         try:
@@ -150,5 +150,5 @@ def in_host_order(hosts: Sequence[str]) -> list[int]:
 
 
 def now() -> float:
-    """Returns this host's clock, seconds."""
+    """Returns this host's clock, in seconds since the epoch."""
     return time.time()

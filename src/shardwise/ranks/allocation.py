@@ -28,7 +28,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_at_once() -> bool:
-    """Have malloc hand each large block to the system when it is freed; returns whether it will. glibc alone does.
+    """Have malloc return each large block to the system when it is freed; returns whether it does (glibc alone).
 
     For ranks that move what they hold to a disk. Of blocks that come and go on the heap few fit where another was: two
     ranks with 0.35 GB in use held 1.6 GB, and 0.6 GB so. What somebody chose by glibc's own variables is left alone.
@@ -39,7 +39,8 @@ def give_back_at_once() -> bool:
 
 
 def _set_thresholds(largest: int, trim: int) -> bool:
-    """Set the bytes from which a block is mapped alone, and those that are given back from the heap's end."""
+    """Set malloc's thresholds: bytes from which a block is mapped by itself, free bytes at the heap's end that are
+    returned to the system. Returns whether both were set: not under another C library, or where variables set them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in CHOSEN):  # another C library, or somebody's choice
         return False
@@ -47,7 +48,7 @@ def _set_thresholds(largest: int, trim: int) -> bool:
 
 
 def give_back_freed() -> None:
-    """Have malloc hand the system what lies free between blocks in use, which it keeps otherwise; glibc alone does."""
+    """Have malloc return free memory between used blocks to the system, which it keeps otherwise (glibc alone)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

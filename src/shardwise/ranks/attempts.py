@@ -23,12 +23,12 @@ _agent: Any = None  # the store, once `agent_store` has found it
 
 
 def has_agent() -> bool:
-    """Returns whether torchrun's agent holds the store of this job, so that it outlives the ranks."""
+    """Whether torchrun's agent holds the store of this job, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def began() -> bool:
-    """Returns whether the ranks' group lies in a part of the agent's store that is this attempt's own."""
+    """Whether the ranks' process group uses a part of the agent's store that is this attempt's own."""
     return _agent is not None
 
 
@@ -68,6 +68,7 @@ def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def _answer(store: Any, name: str, world_size: int, until: float) -> None:
+    """Rank 0: tell each rank that asks which part of the store this attempt uses, until all have come."""
     missing, answered = set(range(1, world_size)), set()
     while True:
         missing = {rank for rank in missing if not store.check([f"{_AT}/came/{name}/{rank}"])}

@@ -59,7 +59,7 @@ def _leave_modes() -> None:
 
 
 def _forget_hooks() -> None:
-    """Remove the hooks on every module, and those on what backward saves."""
+    """Remove torch's global hooks: those on every module, and those on tensors that backward saves."""
     import torch
     from torch.nn.modules import module
 

@@ -54,6 +54,7 @@ def join(
 
 
 def _open_group(timeout_s: float | None, meet_s: float) -> None:
+    """Open the default process group: of one process, over torchrun's own store, or over one that ranks agree on."""
     import torch.distributed as dist
 
     place = here()
@@ -75,6 +76,7 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
 
 
 def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
+    """Open the process group of ranks whose launcher holds no store, over the one that `meet` makes."""
     import torch
     import torch.distributed as dist
 

@@ -27,7 +27,7 @@ _ALL_GONE = "rank 0 has ended without a word: look at its own output"
 
 
 class LauncherRanks:
-    """The ranks that a launcher started; made on every rank, collectively. `code`: with which they are to end."""
+    """The ranks that a launcher started; made on every rank, collectively. `code`: the exit code for all of them."""
 
     code = 0
 
@@ -68,7 +68,7 @@ class LauncherRanks:
         return unpack(outcome, world_size, getattr(function, "__qualname__", repr(function)), timeout_s)
 
     def serve(self) -> int:
-        """Run what rank 0 asks for until it ends; returns the exit code that it tells."""
+        """Run the functions that rank 0 asks for until rank 0 ends; returns the exit code that it sends."""
         while True:
             self._number += 1
             call = self._wait(f"call/{self._number}")
@@ -92,7 +92,7 @@ class LauncherRanks:
             return Report(None, describe(self.rank, error))
 
     def _wait(self, key: str) -> bytes:
-        """Returns a value of the store; a wait in C++ would hear no signal."""
+        """Returns the store's value of `key`, polled for: a wait in C++ would not answer signals."""
         self._store.set_timeout(timedelta(seconds=60))
         try:
             while not self._store.check([key]):

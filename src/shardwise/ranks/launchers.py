@@ -113,7 +113,7 @@ def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
     Raises `InputError`, naming the variables, where the environment holds part of a set or contradicts itself.
     """
     by_hand = [name for name in TORCHRUN if environ.get(name)]
-    if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):
+    if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):  # torchrun itself
         return _torchrun(environ)
     place = _of_launcher(environ)
     if place is None:
@@ -165,11 +165,12 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def _is_one_process(environ: Mapping[str, str], by_hand: list[str]) -> bool:
-    """Returns whether no variable tells of other ranks; `accelerate launch` gives one process a master's address."""
+    """Whether no variable tells of other ranks; `accelerate launch` gives even one process a master's address."""
     return not by_hand or (set(by_hand) <= set(MASTER) and bool(_with_variables_of_torchrun(environ)))
 
 
 def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
+    """Returns the place that torchrun's variables tell; `InputError` where some are missing or contradict."""
     missing = [name for name in TORCHRUN if not environ.get(name)]
     if missing:
         present = ", ".join(name for name in TORCHRUN if name not in missing)
@@ -192,7 +193,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
 
 
 def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
-    """Returns which launcher it is that gives torchrun's variables and some of its own; "" for torchrun."""
+    """Returns the name of a launcher that sets torchrun's variables and some of its own; "" for torchrun itself."""
     if any(name.startswith("ACCELERATE_") for name in environ):
         return "accelerate launch"
     return "deepspeed" if "CROSS_RANK" in environ and "LOCAL_SIZE" in environ else ""
@@ -215,7 +216,7 @@ def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
 
 
 def rank_without_size(environ: Mapping[str, str]) -> bool:
-    """Returns whether the environment is PMIx's alone: it names a rank, and not the number of ranks."""
+    """Whether the environment is PMIx's alone, which names a rank and not the number of ranks."""
     others = (*OPENMPI.size, *PMI.rank, *PMI.size, *SLURM.rank, *TORCHRUN[:2])
     return bool(environ.get("PMIX_RANK")) and not any(environ.get(name) for name in others)
 
@@ -248,7 +249,7 @@ def _slurm_job(environ: Mapping[str, str]) -> str | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Returns this node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2; None where it does not say."""
+    """Returns this node's count in SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2; None where that cannot be read."""
     counts: list[int] = []
     for piece in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
@@ -302,7 +303,7 @@ def _job(family: LauncherVariables, environ: Mapping[str, str]) -> str | None:
 
 
 def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
-    """Returns the number that all of these give, None without names. `InputError` where they differ."""
+    """Returns the number that all of these variables hold, None for no variables. `InputError` where they differ."""
     if not names:
         return None
     first = _number(environ, names[0])
@@ -340,6 +341,7 @@ def _check_by_hand(environ: Mapping[str, str], place: LaunchedPlace) -> None:
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Returns (address, port) of rank 0 in the environment, None without; `InputError` for one of them alone."""
     address, port = (environ.get(name, "") for name in MASTER)
     if not address and not port:
         return None
@@ -353,6 +355,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _check(place: LaunchedPlace) -> None:
+    """Raises `InputError` where rank, local rank and sizes of the environment contradict each other."""
     rank, size = place.names
     if place.rank >= place.world_size:
         raise InputError(

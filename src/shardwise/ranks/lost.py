@@ -32,7 +32,7 @@ _ECHO = re.compile(
 
 
 def is_echo(text: str) -> bool:
-    """Returns whether a traceback, as text, tells that a peer had gone or never came."""
+    """Whether a traceback's text is of an error that a lost or missing peer causes."""
     return bool(_ECHO.search(text))
 
 
@@ -76,6 +76,7 @@ def named(error: Exception) -> RunError | None:
 
 
 def _roll_call(store: Any, world: int) -> RunError | None:
+    """Returns the error that names ranks which failed or are silent; None where all answer, so that a link broke."""
     until, silent = time.monotonic() + ANSWER_S, list(range(world))
     while silent and time.monotonic() < until:
         time.sleep(_POLL_S)

@@ -105,6 +105,7 @@ def _left(until: float) -> timedelta:
 
 
 def _at_master(place: LaunchedPlace, until: float) -> Any:
+    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens there."""
     import torch.distributed as dist
 
     assert place.master is not None
@@ -193,7 +194,7 @@ def _own_addresses() -> tuple[str, ...]:
 
 
 def _connect(address: Address, until: float) -> Any | None:
-    """Returns rank 0's store, or None where nobody, or somebody else, listens there now."""
+    """Returns rank 0's store at an address; None where nothing, or another job, listens there now."""
     import torch.distributed as dist
 
     for host in address.hosts:
@@ -222,6 +223,7 @@ def _connect_until(address: Address, place: LaunchedPlace, until: float) -> Any:
 
 
 def _through_file(place: LaunchedPlace, until: float) -> Any:
+    """Returns the store of rank 0, which writes its address into a file that all hosts see, until all have come."""
     path = _file(place)
     if place.rank > 0:
         return _read(path, place, until)
@@ -260,6 +262,7 @@ def _private_folder() -> Path:
 
 
 def _read(path: Path, place: LaunchedPlace, until: float) -> Any:
+    """Returns rank 0's store, once its address is in the file and answers; `RunError` when the time is over."""
     while True:
         try:
             os.listdir(path.parent)  # a network file system then looks again instead of remembering an absence

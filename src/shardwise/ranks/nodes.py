@@ -65,6 +65,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
     store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=timeout_s)
 
     def be(which: str, rank: int, members: int) -> None:
+        """Open the default process group anew, of `members` ranks, over the part `which` of the store."""
         dist.init_process_group(
             _own_backend(),
             store=dist.PrefixStore(f"{name}/{which}", store),
@@ -75,7 +76,7 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
         take_turns()
 
     def end(which: str) -> None:
-        """Close the group once no rank has anything under way in it, which the store alone can tell."""
+        """Close the group once every rank has come here, by the store: until then one may still use the group."""
         store.set(f"{name}/{which}/{rank}", "")
         store.wait([f"{name}/{which}/{other}" for other in range(size)], timeout)
         dist.destroy_process_group()

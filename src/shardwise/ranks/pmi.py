@@ -20,7 +20,7 @@ _KEY = "shardwise"
 
 
 def served(fd_text: str) -> bool:
-    """Returns whether PMI_FD is an open socket: a wrapper between mpirun and this process may have closed it."""
+    """Whether PMI_FD is an open socket: a wrapper between mpirun and this process may have closed it."""
     try:
         return stat.S_ISSOCK(os.fstat(int(fd_text)).st_mode)
     except (ValueError, OSError):
@@ -43,6 +43,7 @@ def exchange(fd_text: str, rank: int, mine: str, timeout_s: float) -> str:
 
 
 def _talk(wire: socket.socket, rank: int, mine: str) -> str:
+    """Returns what rank 0 puts (`mine`), after a barrier of all ranks."""
     _ask(wire, "cmd=init pmi_version=1 pmi_subversion=1", "response_to_init")
     space = _ask(wire, "cmd=get_my_kvsname", "my_kvsname")["kvsname"]
     if rank == 0:

@@ -76,6 +76,7 @@ class RankPool:
         return unpack(outcome, world_size, name, timeout_s)
 
     def _supervise(self, ranks: dict[int, RankProcess], call: bytes, timeout_s: float) -> Outcome:
+        """Returns the outcome of a call on these ranks, which meet over a store and are watched for hangs."""
         with meeting_place() as folder, records_of(len(ranks)) as (record, readers):
             store = os.path.join(folder, "store")
             choices = {
@@ -107,7 +108,7 @@ class RankPool:
         self._idle = kept + self._idle
 
     def _grow(self, world_size: int, imports: str) -> None:
-        """Replace what has died since the last run and start what is missing."""
+        """Replace idle processes that have died since the last run, and start those that `world_size` lacks."""
         for process in [process for process in self._idle if not process.is_usable()]:
             process.kill()
             self._idle.remove(process)

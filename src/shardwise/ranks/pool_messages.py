@@ -62,6 +62,7 @@ class _ByValue(pickle.Pickler):
     """Pickler that copies tensors: only the elements in view, and onto the CPU, so no memory or device is shared."""
 
     def reducer_override(self, value: Any) -> Any:
+        """Returns how pickle is to write a tensor: its own elements on the host; NotImplemented leaves it to torch."""
         torch = sys.modules.get("torch")
         if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
@@ -87,7 +88,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _as_bytes(tensor: Any) -> tuple:
-    """Returns how a plain tensor is pickled: its elements as they lie. torch writes a file for each, far slower."""
+    """Returns a plain tensor as (`_from_bytes`, its arguments), for pickle: torch's own writes files, slower."""
     storage = tensor.untyped_storage()
     shape, strides = tuple(tensor.shape), tensor.stride()
     held = ctypes.string_at(storage.data_ptr(), storage.nbytes())

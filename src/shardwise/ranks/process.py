@@ -76,15 +76,15 @@ class RankProcess:
         return self.channel
 
     def is_usable(self) -> bool:
-        """Returns whether the idle process is alive: it has nothing to say, so a readable channel is its end."""
+        """Whether the idle process is alive: it sends nothing by itself, so a readable channel means its end."""
         return not self.channel.poll() and self.process.exitcode is None
 
     def wait_ready(self, until: float) -> bool:
-        """Returns True when the process is up and says so, False when it died or took too long."""
+        """Wait until the process says that it is ready; False where it died or the time `until` has passed."""
         return self._expect(READY, until)
 
     def wait_idle(self, until: float) -> bool:
-        """Returns True when the last job is cleaned away, False when the process is of no more use."""
+        """Wait until the process has cleaned up its last job; False where it has ended or `until` has passed."""
         return self._expect(IDLE, until)
 
     def _expect(self, word: bytes, until: float) -> bool:
@@ -116,7 +116,7 @@ class RankProcess:
         return self.process.exitcode
 
     def dump(self) -> str:
-        """Returns all that this process has written when it was asked for its stacks."""
+        """Returns the text of all stacks that this process has written so far, when asked for them."""
         size = os.fstat(self._stacks.fileno()).st_size
         return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
 
@@ -204,7 +204,7 @@ def allow_files(ranks: int) -> None:
 
 
 def _hidden() -> str:
-    """Returns which files beside the user's hide modules of Python from those that are imported there; "" for none."""
+    """Returns a sentence on the user's files that hide modules of Python by their names; "" where none does."""
     folders = {Path(each or ".").resolve() for each in sys.path if not each.startswith((sys.prefix, sys.base_prefix))}
     files = [file for folder in sorted(folders) for file in sorted(folder.glob("*.py"))]
     hiding = [str(file) for file in files if file.stem in sys.stdlib_module_names]

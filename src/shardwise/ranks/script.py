@@ -21,7 +21,7 @@ HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def run_script(path: str, arguments: Sequence[str], shown: bool, profiled: str | None = None) -> None:
-    """Run a script as the main program of this rank; called on each rank.
+    """Run a script as the main program (`__main__`) of this rank; called on each rank.
 
     shown     RANK and the like stay in the environment, as under torchrun
     profiled  steps that `prepare` is to profile, as "10:12"

@@ -32,19 +32,11 @@ class RankEvent:
 
 
 def launch(
-    function: Callable[..., Any],
-    world_size: int,
-    args: Sequence[Any] = (),
-    *,
-    timeout_s: float | None = None,
-    log_dir: str | os.PathLike[str] | None = None,
-    on_event: Callable[[RankEvent], None] | None = None,
-    stop_wait_s: float = 5.0,
-    on_stop: Callable[[str], None] | None = None,
-    deadlines: Deadlines | None = None,
-    name: str | None = None,
-    imports: str = "",
-) -> list[Any]:
+    function: Callable[..., Any], world_size: int, args: Sequence[Any] = (), *, timeout_s: float | None = None,
+    log_dir: str | os.PathLike[str] | None = None, on_event: Callable[[RankEvent], None] | None = None,
+    stop_wait_s: float = 5.0, on_stop: Callable[[str], None] | None = None, deadlines: Deadlines | None = None,
+    name: str | None = None, imports: str = "",
+) -> list[Any]:  # fmt: skip
     """Call `function(*args)` on `world_size` new processes of this machine and return the results in rank order.
 
     Rank 0 writes to this process's stdout and stderr; so do the others, unless `log_dir` is given: then rank N
@@ -90,7 +82,7 @@ def launch(
 
 
 def _open_logs(world_size: int, log_dir: str | os.PathLike[str] | None) -> dict[int, int]:
-    """Returns file descriptors for the logs of ranks 1 and up; a log that exists is continued."""
+    """Returns {rank: file descriptor of its log} of ranks 1 and up, {} without a folder; logs are continued."""
     if log_dir is None:
         return {}
     folder = Path(log_dir)
@@ -118,13 +110,9 @@ def _start_all(
 
 
 def _supervise(
-    ranks: dict[int, RankProcess],
-    call: bytes,
-    timeout_s: float | None,
-    on_event: Callable[[RankEvent], None] | None,
-    asked: _Asked,
-    deadlines: Deadlines | None,
-) -> Outcome:
+    ranks: dict[int, RankProcess], call: bytes, timeout_s: float | None, on_event: Callable[[RankEvent], None] | None,
+    asked: _Asked, deadlines: Deadlines | None,
+) -> Outcome:  # fmt: skip
     """Run the call on all ranks; returns their outcome."""
 
     def notice(kind: str, rank: int, text: str) -> None:
@@ -210,6 +198,7 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
             signal.signal(number, handler)
 
     def handle(number: int, frame: Any) -> None:
+        """Signal handler: asks ranks to stop; Ctrl-C before a first step acts as without this context."""
         restore()
         early = not asked.begun()
         asked.early = early and number == signal.SIGTERM

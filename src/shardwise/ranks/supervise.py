@@ -54,7 +54,7 @@ def meeting_place() -> Iterator[str]:
 
 @contextmanager
 def records_of(world_size: int) -> Iterator[tuple[str, dict[int, Reader]]]:
-    """Context: a folder for the ranks' records. Gives their path without the rank's number, and a reader of each."""
+    """Context: a folder for the ranks' records. Yields (their path without the rank's number, {rank: its reader})."""
     folder = tempfile.TemporaryDirectory(prefix="shardwise-", dir=memory_folder(), ignore_cleanup_errors=True)
     readers: dict[int, Reader] = {}
     try:
@@ -77,13 +77,9 @@ def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any
 
 
 def watch(
-    ranks: Mapping[int, RankProcess],
-    deadline: float | None,
-    grace_s: float,
-    notice: Notice | None = None,
-    stop: threading.Event | None = None,
-    records: RankWatch | None = None,
-) -> Outcome:
+    ranks: Mapping[int, RankProcess], deadline: float | None, grace_s: float, notice: Notice | None = None,
+    stop: threading.Event | None = None, records: RankWatch | None = None,
+) -> Outcome:  # fmt: skip
     """Collect reports; returns the outcome. After a first failure the others get `grace_s`; the rest is named.
 
     stop      once it is set, ranks are asked to end by themselves, again and again: one may not listen yet
@@ -107,7 +103,7 @@ def watch(
         wait(handles, left)
         for rank in [rank for rank in pending if _ended(rank, pending[rank], outcome, notice)]:
             del pending[rank]
-        if outcome.failures:
+        if outcome.failures:  # the others may fail by themselves, and say more, or wait for the one that has gone
             soon = outcome.failures[0].at + grace_s
             limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
     if records is not None and pending and not outcome.failures:
@@ -127,7 +123,7 @@ def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice |
     if process.connection.poll():
         report = process.read_report()
         failure = _death(number, process) if report is None else report.failure
-    elif process.exit_code() is not None:
+    elif process.exit_code() is not None:  # ended without a report
         report, failure = None, _death(number, process)
     else:
         return False
@@ -164,7 +160,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def start_error(number: int, code: int | None) -> ShardwiseError:
-    """Returns the error for a rank that ended, or said nothing, before it could take a job."""
+    """Returns the error for a rank that ended with `code`, or was not ready in time (None), before it took a job."""
     if code == STARTED_BY_IMPORT:
         return InputError(
             "ranks import this script, and importing it starts ranks: put what it runs under "
@@ -187,7 +183,7 @@ def _take_stacks(pending: Mapping[int, RankProcess], outcome: Outcome) -> None:
 
 
 def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> list[Any]:
-    """Returns results in rank order; raises the one error that tells what happened where the run failed."""
+    """Returns the ranks' results in rank order; where the run failed, raises one error made of all failures."""
     if outcome.failures or outcome.stacks or outcome.finding:
         raise make_error(outcome, world_size, what, timeout_s)
     results = []
@@ -224,7 +220,7 @@ def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | 
 
 
 def _hang_error(outcome: Outcome, finding: Finding, world_size: int, what: str) -> ShardwiseError:
-    """Returns the error for what the ranks' records told, and what followed from it."""
+    """Returns the error of a hang: the `Finding` from the ranks' records, then failures that followed from it."""
     followed = [f"what followed: rank {failure.rank}: {failure.headline}" for failure in outcome.failures]
     parts = [f"`{what}` hangs on {world_size} ranks: {finding.text()}", *followed, _stack_text(outcome)]
     if outcome.failures:

@@ -66,7 +66,7 @@ def serve(channel: Connection, stacks: HandedFd, output: HandedFd, errors: Hande
 
 
 def _settle(stacks: int, output: int, errors: int) -> None:
-    """Make the new process safe to own: it ends with its caller, leaves Ctrl-C to it, and can show its stack."""
+    """Set up the new process: it ends with its caller, leaves Ctrl-C to it, and can write its stack."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a launcher's request to stop, before the job listens for it
     answer_with_stacks(stacks)
@@ -164,6 +164,7 @@ def _look_like_caller(job: RankCall) -> None:
 
 
 def _open_group(job: RankCall) -> None:
+    """Open the process group of a job's ranks, over a store in a file."""
     import torch.distributed as dist
 
     dist.set_debug_level_from_env()  # read at import otherwise, and the fork server imported long ago
@@ -199,7 +200,7 @@ def _backend_for(job: RankCall) -> str:
 
 
 def _clean() -> bool:
-    """Remove what the next job could notice of this one; returns False where that cannot be."""
+    """Reset everything that the next job could notice of this one; returns False where that is impossible."""
     import torch.distributed as dist
 
     from shardwise.device import current_device, synchronize
@@ -220,7 +221,7 @@ def _clean() -> bool:
 
 
 def _is_crowded() -> bool:
-    """Returns whether groups that a job left still have their threads here, each of which slows every later job."""
+    """Whether threads of process groups that a job left still run here: each slows every later job."""
     try:
         return len(os.listdir("/proc/self/task")) > MOST_THREADS
     except OSError:  # not Linux
@@ -231,7 +232,7 @@ _imported = 0  # modules, when what they made was last set aside
 
 
 def _freeze_imports() -> None:
-    """Set what a job imported aside: the collection after each later job is ten times shorter."""
+    """Exempt what a job imported from garbage collection, which is then ten times shorter after each later job."""
     global _imported
     if len(sys.modules) > _imported:  # gc.get_freeze_count() walks all that is set aside: 30 ms
         _imported = len(sys.modules)

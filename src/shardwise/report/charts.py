@@ -14,7 +14,7 @@ Points = list[tuple[float, float]]
 
 
 def thinned(points: Points) -> Points:
-    """Returns at most `POINTS` means of neighbours."""
+    """Returns at most `POINTS` points, each the mean of neighbouring ones."""
     if len(points) <= POINTS:
         return points
     means = []
@@ -84,7 +84,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], what: str, unit: str, colours: dict[str, int]) -> str:
-    """Returns horizontal bars on one scale, each dealt to named parts; "" where all are 0."""
+    """Returns SVG of horizontal bars on one scale, each made of named parts; "" where all are 0."""
     most = max((sum(parts.values()) for _, parts in rows), default=0.0)
     if most <= 0:
         return ""

@@ -52,7 +52,7 @@ def style() -> str:
 
 
 def page(runs: Sequence[RunFiles]) -> str:
-    """Returns one HTML page that holds all it needs."""
+    """Returns one HTML page of these runs, without files beside it."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         f"<h1>{_text(title)}</h1>",
@@ -103,6 +103,7 @@ def _named(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _overview(runs: Sequence[RunFiles]) -> str:
+    """Returns the table of what the runs came to, a column for each."""
     rows: list[tuple[str, Callable[[RunFiles], str]]] = [
         ("task", lambda run: _broken(run.task)),
         ("plan", lambda run: f"<code>{_text(run.summary.get('plan') or run.plan or '')}</code>"),
@@ -136,7 +137,7 @@ def _held_out(runs: Sequence[RunFiles]) -> str:
 
 
 def _speed(runs: Sequence[RunFiles]) -> list[str]:
-    """Returns a chart for each unit that runs are counted in."""
+    """Returns a chart of speed, as HTML, for each unit that runs are counted in (samples, tokens)."""
     units = list(dict.fromkeys(run.unit for run in runs))
     series = [(at % COLOURS, run.name, run.column(f"{run.unit}_per_s")[1:]) for at, run in enumerate(runs)]
     pairs = list(zip(runs, series, strict=True))

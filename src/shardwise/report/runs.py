@@ -46,7 +46,7 @@ class RunFiles:
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
     def column(self, name: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of a field of the steps' records, where there is one."""
+        """Returns (step, value) of each step's record that has a number under `name`."""
         return [(row["step"] + 1, row[name]) for row in self.steps if isinstance(row.get(name), int | float)]
 
 
@@ -73,7 +73,7 @@ def read_run(folder: Path) -> RunFiles:
     run.summary, run.versions = _json(folder / "summary.json"), _json(folder / "versions.json")
     run.wire = _json(folder / "ledger.json").get("collectives", [])
     run.profile = _json(folder / "profile" / "table.json")
-    if "plan" not in run.summary and (folder / "plan.toml").is_file():
+    if "plan" not in run.summary and (folder / "plan.toml").is_file():  # a run that has not ended writes no summary
         run.plan = Plan.from_toml(folder / "plan.toml")
     if (folder / "config.toml").is_file():
         run.settings = settings((folder / "config.toml").read_text(encoding="utf-8", errors="replace"))

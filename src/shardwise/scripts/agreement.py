@@ -37,7 +37,7 @@ from shardwise.step.control import Tally
 
 
 def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> None:
-    """Write into a step's control row what is to be alike on every rank: what was drawn, and how the optimizer is set.
+    """Set `tally.alike`, three checksums that must be equal on every rank: of batches, generators and settings.
 
     checksum    of the batches that its loader drew, the same on ranks that drew the same
     generators  draws are those of one process, so torch's generators must stand alike
@@ -51,7 +51,7 @@ def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> No
 
 
 def compare(engine: Engine, tally: Tally) -> None:
-    """Raise an error where this step would differ from one process. Sends nothing where the control row went to all.
+    """Raise where ranks' `tally.alike` differ in this step. Sends nothing where the control row went to all ranks.
 
     tally   of a step that is complete, with what `note` wrote
     """
@@ -79,13 +79,13 @@ def compare(engine: Engine, tally: Tally) -> None:
 
 
 def same_on_all(tensors: Iterable[torch.Tensor], data: Axis, device: torch.device) -> bool:
-    """Returns whether every rank of an axis has these tensors alike. Collective."""
+    """Whether these tensors are equal, to the bit, on every rank of an axis. Collective."""
     table = gather_rows(row_of([checksum_of([plain(tensor) for tensor in tensors])], device), data)
     return bool((table == table[0]).all())
 
 
 def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None:
-    """Raise `InputError` where ranks give a call that all of them make other values. Collective; one number of each.
+    """Raise `InputError` where ranks give other values to one call (`what`). Collective; sends a checksum of each rank.
 
     given   a state dict: tensors, numbers and text in dicts and lists; what else lies in it is not compared
     """
@@ -107,12 +107,12 @@ def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """The place of a leaf in nested dicts and lists, as text."""
+    """Returns the place of a leaf in nested dicts and lists as text: "a.0.b"."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def _bits(value: Any) -> Any:
-    """What tells a value from another one, as JSON."""
+    """Returns [dtype, shape, hash of the bits] of a tensor, the `repr` of anything else: equal where values are."""
     if isinstance(value, torch.Tensor):
         plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
         bits = bits_hash(value.detach().resolve_conj().resolve_neg().reshape(-1)) if plain else 0
@@ -143,13 +143,13 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 
 def _plain(setting: Any) -> Any:
-    """A number or the like; nothing for what differs from process to process by itself."""
+    """Returns a number, text or tuple (of a one-element tensor its number); None for objects: a repr has an address."""
     setting = setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
     return setting if isinstance(setting, bool | int | float | str | tuple | None) else None
 
 
 def _generators(device: torch.device) -> int:
-    """A number that differs where torch's generators stand elsewhere."""
+    """Returns a CRC-32 of the states of torch's CPU generator and of the device's."""
     check = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     own = generator_state(device)
     if own is not None:
@@ -190,14 +190,14 @@ class Meeting:
         atexit.register(say_ended)
 
     def steps(self, call: str) -> None:
-        """This rank comes to "step", or to a backward with a loss of this form; raises `RunError` as `passes` does.
+        """Note that this rank makes `call`: "step", or a backward with a loss of this form; raises as `passes` does.
 
         Nothing is sent: ranks of one host compare in shared memory.
         """
         self._trail.mark(_STEPS[call])
 
     def passes(self, what: str) -> None:
-        """This rank goes on to a call that all ranks make; raises `RunError` where another makes another one."""
+        """Note that this rank makes the call `what`; raises `RunError` where another rank's call differs."""
         self._number += 1
         line = line_of_script()
         told = self._store.compare_set(f"at/{self._number}", "", f"{what}\n{self._rank}\n{line}").decode()
@@ -241,7 +241,7 @@ class Meeting:
 
 
 def _as_error(message: str) -> RunError:
-    """An error that names its lines already."""
+    """Returns a `RunError` whose text names script lines already, so that none is added to it."""
     error = RunError(message)
     error.names_line = True  # type: ignore[attr-defined]
     return error

@@ -77,7 +77,7 @@ class Calls(Loop):
         self.forwards = 0  # by which "fast" draws are seeded
 
     def compares(self) -> None:
-        """Raise where what ranks hold alike has come apart. Collective."""
+        """Raise where weights or buffers that all ranks should hold alike differ. Collective."""
         if (script := self._script()) is not None:
             script.compare()
 
@@ -88,7 +88,7 @@ class Calls(Loop):
 
     @property
     def of_loss(self) -> Dealt | None:
-        """Returns which samples the loss at hand belongs to, even if the script has fetched its next batch already."""
+        """Returns the `Dealt` of the batch that the loss was computed from, even if the next is fetched already."""
         return self.used or self.dealt
 
     @property
@@ -103,33 +103,33 @@ class Calls(Loop):
 
     @property
     def counted_once(self) -> tuple[Axis, ...]:
-        """Returns the axis whose ranks compute one loss of all samples, which counts once; none where each has its own,
-        or all of it."""
+        """Returns (data axis,) where its ranks compute one loss of all samples, counted once; () where each has its
+        own loss, or holds the whole model and batch."""
         return (self.mesh.data,) if self.whole is not None and self.whole.spreads else ()
 
     @property
     def in_forward(self) -> bool:
-        """Returns whether a module of the model runs."""
+        """Whether the model's forward runs now."""
         return self.inside > 0 or self.entries.depth > 0
 
     def _routes(self) -> bool:
-        """Whether a module that the script calls by itself is to run within a call of the model."""
+        """Whether a submodule that the script calls by itself now is to run within a call of the whole model."""
         if self.inside or self._gate.is_open:
             return False
         return self.gathers or (torch.is_grad_enabled() and self.model.training)
 
     @property
     def _look_now(self) -> ModelLook:
-        """What is known of the entry that runs."""
+        """Returns the `ModelLook` at the submodule that the script calls now; an empty one where none was looked at."""
         return self._looked.get(self.entries.now) or ModelLook([], [])
 
     @property
     def draws(self) -> SampleDraws | None:
-        """Returns what follows random draws, one object for all models of a loop."""
+        """Returns the mode that follows random draws, the same for all models of a loop; or None."""
         return self.leader._watched
 
     def _held_beside(self) -> Share | None:
-        """Returns what this rank holds of the batch of another loader (`Prepared.split`) that is at hand."""
+        """Returns this rank's samples of the current batch of another loader (`Prepared.split`); None without one."""
         return self.leader.other.local
 
     # --- the model
@@ -152,6 +152,7 @@ class Calls(Loop):
 
     @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Hook before a forward: returns (args, kwargs) cast, cut to samples and positions; follows draws."""
         assert self.engine is not None
         if self.mesh.world.size > 1:
             refuse_transform()
@@ -202,7 +203,7 @@ class Calls(Loop):
         return module.training and torch.is_grad_enabled() and not self.engine.state.phase.looked_at
 
     def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The call on this rank's samples, for which the model draws, alone or as a stand-in."""
+        """Returns (args, kwargs) cut to this rank's samples; a rank without any gets a stand-in."""
         assert self.engine is not None
         if self.dealt is None:
             raise InputError(
@@ -217,9 +218,9 @@ class Calls(Loop):
         return args, kwargs
 
     def _cut(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """This rank's shares of the arguments, where the plan cuts positions; whole within a method of the model's.
+        """Returns (args, kwargs) as this rank's shares, where positions are cut; whole within a method of the model's.
 
-        What another model of the loop gave is whole where this one's weights are cut: its cuts are for such arguments.
+        An argument that is another model's cut output is put together where tp cuts this one's weights.
         """
         if self._door is None or self.inside > 1 or self.entries.now is not None:
             cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore[union-attr]
@@ -238,6 +239,7 @@ class Calls(Loop):
 
     @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Hook after a forward: returns the output as the script's own code may use it: whole, cast, of all samples."""
         assert self.engine is not None
         self.inside -= 1
         self._classes.give_back()
@@ -262,7 +264,7 @@ class Calls(Loop):
         return output
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
-        """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.
+        """Let batch norm count samples once that every rank has (a GAN's fixed noise). Collective.
 
         In a loop it is asked where the arguments hold another number of samples than this rank's part.
         """
@@ -275,7 +277,7 @@ class Calls(Loop):
         self.engine.state.phase.same = same_on_all(found, self.mesh.data, self.mesh.device)
 
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
-        """On the first batch: does each sample's output depend on that sample alone?"""
+        """Check on the first batch that each sample's output depends on that sample alone; raise where it does not."""
         self.suspend()
         samples, look = 0, ModelLook([], [])
         if self.dealt is not None:
@@ -287,7 +289,7 @@ class Calls(Loop):
             if not self.on_every_rank:
                 own = (self._own, self.entries.now or self.model) if self._own is not None else None
                 look = look_at_model(engine, args, kwargs, samples, self._dim, self._gate, own, check=self._check)
-            elif isinstance(engine.state.technique, FullShard):
+            elif isinstance(engine.state.technique, FullShard):  # every rank has all samples: only writes could be lost
                 refuse_writes(engine.module, args, kwargs, self._gate)
             phase.looked_at = False
         for module in look.batch_norms:
@@ -301,7 +303,7 @@ class Calls(Loop):
 
 
 def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
-    """Returns the model that was prepared with this loader before, where `loader` is what `prepare` returned."""
+    """Returns the `Calls` of the first model prepared with this loader; None where `loader` is none of `prepare`'s."""
     if not isinstance(loader, PartLoader):
         return None
     leader = loader.events

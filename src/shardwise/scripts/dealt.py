@@ -56,12 +56,12 @@ class Dealer:
     """Deals the batches of one pass over a loader."""
 
     def __init__(self, ranks: int, rank: int, beside: Callable[[], bool] = bool) -> None:
-        """`beside`: losses are of another loader's samples too, so that every rank should count some of this one's."""
+        """`beside`: whether losses are of another loader's samples too; every rank then counts some of this one's."""
         self.ranks, self.rank, self._beside = ranks, rank, beside
         self._most = 0  # samples of a batch
 
     def deal(self, total: int) -> Dealt:
-        """Returns how the next batch is dealt; the same on every rank."""
+        """Returns this rank's `Dealt` of the next batch, of `total` samples; each rank is dealt by the same rule."""
         few = self.ranks > 1 and 2 <= total < 2 * self.ranks
         several = few and total < self._most and not self._beside()
         self._most = max(self._most, total)
@@ -78,7 +78,7 @@ UNFED = (
 
 
 class OwnBatches:
-    """Stands for a loader: an endless one of the batches that a script gives."""
+    """An endless loader of the batches that a script makes itself and gives to `deal`."""
 
     def __init__(self) -> None:
         self._waiting: deque[Any] = deque()
@@ -89,7 +89,7 @@ class OwnBatches:
             yield self._waiting.popleft()
 
     def deal(self, parts: Any, batch: Any) -> Any:
-        """Returns this rank's samples of one more batch, as its loader `parts` deals them."""
+        """Returns this rank's samples of `batch`; `parts` is the `PartLoader` over this loader, which cuts it."""
         self._waiting.append(batch)
         if self._epoch is None:
             self._epoch = iter(parts)

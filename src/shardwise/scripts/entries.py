@@ -26,11 +26,11 @@ from shardwise.scripts.script_lines import refuse
 
 
 class Several(nn.ModuleList):
-    """Modules that one optimizer trains, as one model. Each is called by itself."""
+    """Modules that one optimizer trains, prepared as one model. The script calls each by itself."""
 
 
 def as_one(model: Any) -> Any:
-    """Returns the model; a tuple or list of modules as one."""
+    """Returns the model itself; a tuple or list of modules as one `Several`."""
     several = isinstance(model, tuple | list) and all(isinstance(one, nn.Module) for one in model)
     return Several(model) if several else model
 
@@ -41,11 +41,11 @@ def as_given(model: nn.Module) -> Any:
 
 
 class Entries:
-    """Where calls of a model's modules come in. `now` is the module that the model's call under way stands for, `depth`
-    1 while one of its modules runs."""
+    """Receives each call of a model's modules. `now` is the submodule that the running call of the model stands for,
+    None without one; `depth` is 1 while a module runs."""
 
     def __init__(self, model: nn.Module, routes: Callable[[], bool]) -> None:
-        """`routes`: whether a call by itself is to be one of the model, where the script's own code runs."""
+        """`routes`: whether the script's own code runs, so that its call of a submodule becomes one of the model."""
         self._model, self._routes = model, routes
         self.now: nn.Module | None = None
         self.depth, self._paused, self._running = 0, False, False
@@ -77,7 +77,7 @@ class Entries:
         return not (self.depth or self._paused or backward) and self._routes()
 
     def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of a module; one by the script itself, of a submodule, runs as a call of the whole model."""
+        """Returns what a module's call gives; a submodule that the script calls runs within one of the model."""
         if self.depth:  # of a module within the model's forward, which comes here for each of them
             return module._call_impl(*args, **kwargs)
         if self.closed:
@@ -99,7 +99,7 @@ class Entries:
             self.now, self._model.__dict__["forward"] = None, held
 
     def _standing_for(self, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's forward, which runs one module of it."""
+        """Returns a forward for the model that runs `module` alone, and `own` where that calls the model."""
 
         @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class Entries:
 
 
 class ClassAttributes:
-    """What forwards write into the class of a module (`type(self).seen += 1`), where a plan has made another of it."""
+    """Moves attributes that forwards wrote into a class made by the plan (`type(self).seen += 1`) to the script's."""
 
     def __init__(self, model: nn.Module) -> None:
         """Called before the plan changes the model."""
@@ -123,12 +123,12 @@ class ClassAttributes:
         self._made: dict[type, tuple[type, set[str]]] = {}
 
     def changed(self) -> None:
-        """The plan has changed the model."""
+        """Note, once the plan has changed the model, which classes it made and what these have by then."""
         pairs = {type(child): kind for child, kind in self._own.items() if type(child) is not kind}
         self._made = {made: (kind, set(vars(made))) for made, kind in pairs.items()}
 
     def give_back(self) -> None:
-        """Move what was written since to the script's own classes."""
+        """Move attributes written since `changed` from the plan's classes to the script's own."""
         for made, (kind, before) in self._made.items():
             for name in [name for name in vars(made) if name not in before and not name.startswith("__")]:
                 setattr(kind, name, vars(made)[name])
@@ -136,7 +136,7 @@ class ClassAttributes:
 
 
 class Way(functools.partial[Any]):
-    """Stands before one module's own call, where torch puts a compiled one."""
+    """A module's `_compiled_call_impl`, which torch calls in the place of a forward: sends the call to `Entries`."""
 
 
 def _nothing(self: nn.Module, *args: Any) -> None:

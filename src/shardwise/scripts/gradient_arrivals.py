@@ -41,11 +41,12 @@ from shardwise.trace.backwards import watch_backwards
 
 
 class Recorded:
-    """The units of one model, whose backwards may be recorded. `on`: one was, since the last `optimizer.step()`."""
+    """FSDP2's units of one model, whose backwards may be recorded (`create_graph`). `on`: a backward was, since
+    the last `optimizer.step()`."""
 
     def __init__(self, technique: FullShard, passes: Callable[[str], None]) -> None:
         """
-        passes  called with the name of what every rank comes to
+        passes  called with the name of a call that all ranks must make
         """
         self.on = False
         self._passes, self._world = passes, dist.group.WORLD
@@ -56,12 +57,12 @@ class Recorded:
         finalize(self, watch_backwards(lambda roots, graph, inputs: _inside(here(), graph))).atexit = False
 
     def may_run(self, *, records: bool) -> bool:
-        """Returns whether a backward may go through these units and a record; `records`: it makes one."""
+        """Whether a backward needs `running`: it records a graph (`records`) or one was recorded, in this run."""
         return (self.on or records) and self._world is dist.group.WORLD  # not of a run that has ended
 
     @contextmanager
     def running(self, *, records: bool) -> Iterator[None]:
-        """Context of a backward, which is recorded itself or goes through what was."""
+        """Context of a backward that is recorded, or goes through a recorded one: units send no gradients in it."""
         groups = [group for unit in self._units for group in groups_of(unit)]
         if self.on:
             self._passes("a backward through gradients")
@@ -84,7 +85,7 @@ class Recorded:
 
 
 def _inside(recorded: Recorded | None, records: bool) -> AbstractContextManager[None]:
-    """Returns the context of a backward that may go through a model's units; `records`: it makes a record."""
+    """Returns the context that a backward needs: `running` of the outermost one that is recorded, else an empty one."""
     outermost = torch._C._current_graph_task_id() == -1
     if recorded is None or not outermost or not recorded.may_run(records=records):
         return nullcontext()
@@ -92,7 +93,7 @@ def _inside(recorded: Recorded | None, records: bool) -> AbstractContextManager[
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method as a function, or a hook, that holds a weak reference to its object, and so does not keep it alive.
+    """Returns a function that calls the method by a weak reference to its object; it returns None once that is gone.
 
     A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
     would keep the engine and its process groups.
@@ -107,7 +108,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Heard:
-    """What is heard of gradients: `stray` came in another backward than this model's own, while not `asked`."""
+    """Hears of gradients that arrive. `stray`: one came in a backward that was not this model's, nor `asked` for."""
 
     engine: Engine | None
     _door: Door | None
@@ -120,10 +121,10 @@ class Heard:
 
     @abstractmethod
     def _passes(self, what: str) -> None:
-        """Raise where other ranks have come to another call than this one, `what`."""
+        """Raise `RunError` where other ranks make another call than `what`."""
 
     def _listen(self, engine: Engine) -> None:
-        """Hear of gradients that arrive at parameters; of its own, which come in every step, their buckets hear."""
+        """Have `_arrives` called for each gradient at a parameter: by its bucket where it has one, else by a hook."""
         for technique in techniques_of(engine):
             if isinstance(technique, FullShard):
                 technique.heard = self._arrives
@@ -138,12 +139,12 @@ class Heard:
                 param.register_post_accumulate_grad_hook(weakly(self._arrives))
 
     def _arrives(self, param: torch.Tensor) -> None:
-        """Of its own backward, or of another model's behind it (a GAN's)."""
+        """Hook of a gradient at a parameter: sets `stray` where no backward of this model asked for it (a GAN's)."""
         self.stray |= not self.asked
 
     @names_line
     def _returns(self, gradient: torch.Tensor) -> None:
-        """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
+        """Hook of a gradient that enters the model at an output; refuses a recorded backward of cut positions."""
         if torch.is_grad_enabled() and self._door is not None:
             raise RefusedPlan(
                 "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) where its "
@@ -154,7 +155,7 @@ class Heard:
             self.records()
 
     def records(self) -> None:
-        """Note that a later backward may go through what was recorded."""
+        """Note that a graph of gradients was recorded, through which a later backward may go."""
         for one in self.recorded:
             one.on = True
 
@@ -188,12 +189,12 @@ def techniques_of(engine: Engine | None) -> list[Any]:
 
 
 def share_uncut(engine: Engine) -> None:
-    """Give every rank the gradients of what zero=3 does not cut, as they now are. Collective."""
+    """Send every rank the present gradients of parameters that zero=3 does not cut. Collective."""
     for one in techniques_of(engine):
         if isinstance(one, FullShard):
             one.share_uncut()
 
 
 def buckets_of(engine: Engine) -> list[GradientBuckets]:
-    """Where gradients are gathered as backward makes them; FSDP2 has its own."""
+    """Returns the buckets in which an engine's gradients are gathered in backward; none of FSDP2, which has its own."""
     return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]

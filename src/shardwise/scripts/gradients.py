@@ -57,7 +57,7 @@ class Gradients:
 
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Returns the whole gradient. Collective, the first time in a step."""
+        """Returns the whole gradient of a parameter; None without one. Collective, the first time in a step."""
         self.make_whole()
         name = self._names.get(id(param))
         if name is None or (self._script.are_whole() is None and name not in self._seen):
@@ -68,7 +68,7 @@ class Gradients:
         return self._seen[name]
 
     def of_all(self, params: Iterable[str]) -> dict[str, torch.Tensor | None]:
-        """Returns the whole gradient of each of these parameters. Collective."""
+        """Returns {name: whole gradient, None without one} of these parameters. Collective."""
         self.make_whole()
         for name in params:
             if self._script.are_whole() and name in self._names.values() and name not in self._seen:
@@ -81,8 +81,8 @@ class Gradients:
 
     @names_line
     def make_whole(self) -> None:
-        """Add up over ranks what came so far, where the plan's last micro-batch is still to come; later ones are added
-        to it. Collective. Raises `RefusedPlan` where what lies there is of a backward of the script's own."""
+        """Sum over ranks the gradients so far, where the plan's last micro-batch is still to come; later ones are added
+        to it. Collective. Raises `RefusedPlan` where some are of a backward of the script's own."""
         if self._script.calls.stray and self._script.mesh.world.size > 1:
             raise RefusedPlan(_STRAY)
         if self._script.are_whole() is False:
@@ -105,7 +105,7 @@ class Gradients:
         self.by_hand = True
 
     def begin_with(self, gradients: dict[str, torch.Tensor | None]) -> None:
-        """Let the first step begin with what was there before the model was spread."""
+        """Let the first step begin with the gradients, by name, that parameters had before the model was spread."""
         self._seen.update({name: gradients[name] for name in self._state.names if gradients[name] is not None})
         self.by_hand = bool(self._seen)
 
@@ -124,6 +124,7 @@ class Gradients:
             state.technique.take_uncut()
         for name, value in self._seen.items():
             index = state.names.index(name)
+            # a gradient of None keeps the parameter out of the step, as in one process
             (state.used.discard if value is None else state.used.add)(index)
             share = None if value is None else share_of(state, name, value.detach().as_subclass(torch.Tensor))
             for slot in state.technique.slots:
@@ -135,7 +136,7 @@ class Gradients:
                     slot.master.grad = None if share is None else self._piece(slot, index, share)
 
     def _piece(self, slot: Slot, index: int, share: torch.Tensor) -> torch.Tensor:
-        """What a slot has of a gradient, in the memory of what it has now."""
+        """Returns this rank's piece of a gradient, copied into the slot's present gradient where it has one."""
         technique: Any = self._state.technique
         if not slot.whole:
             share = technique.select(index, share.contiguous(), self._state.mesh.shard.index)
@@ -143,7 +144,7 @@ class Gradients:
         return share.to(slot.master.dtype, copy=True) if held is None else held.copy_(share)
 
     def are_set(self) -> bool:
-        """Returns whether the script has set gradients in this step, as far as no backward has begun it."""
+        """Whether the script has set gradients by hand in a step that no backward has begun."""
         technique = self._state.technique
         if self.by_hand or isinstance(technique, FullShard):
             return self.by_hand
@@ -168,7 +169,7 @@ class Earlier:
 
     @torch.no_grad()
     def __init__(self, engine: Engine, usable: bool, *, stepped: bool) -> None:
-        """`stepped`: the optimizer has used them, and nothing has taken them away since."""
+        """`usable`: they are finite. `stepped`: the optimizer has used them, and none was cleared since."""
         self._engine, self.usable, self.stepped = engine, usable, stepped
         self.used = set(engine.state.used)
         self._kept = [_set_aside(technique) for technique in techniques_of(engine)]
@@ -184,7 +185,7 @@ class Earlier:
 
 
 def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-    """(what each slot, or unit's parameter, has; of those that FSDP2 does not cut the whole)."""
+    """Returns (copies of gradients, of slots or of FSDP2's parameters, {index: gradient} of uncut ones)."""
     sharded = isinstance(technique, FullShard)
     held = technique.params if sharded else [slot.master for slot in technique.slots]
     uncut = {index: whole.clone() for index, whole in technique._whole_gradients.items()} if sharded else {}
@@ -192,6 +193,7 @@ def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, tor
 
 
 def _add(technique: Any, index: int, gradient: torch.Tensor, whole: torch.Tensor | None) -> None:
+    """Add an earlier gradient to a slot's, of FSDP2 to its parameter's; `whole`: of one that FSDP2 does not cut."""
     slot = technique.slots[index]
     if not isinstance(technique, FullShard):
         slot.master.grad = gradient if slot.master.grad is None else slot.master.grad.add_(gradient)

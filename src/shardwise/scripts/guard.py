@@ -73,7 +73,7 @@ class Gate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Context: within what it is opened for, the model's forward runs."""
+        """Context: the gate is closed for the model's forward, though the engine has opened it around that."""
         before, self._opened = self._opened, 0
         try:
             yield
@@ -82,7 +82,7 @@ class Gate:
 
 
 def mark_like(other: torch.Tensor, param: nn.Parameter) -> None:
-    """Give a tensor that stands for a parameter the attributes that the script put on that (`p.lr_scale`)."""
+    """Copy the attributes that the script put on a parameter (`p.lr_scale`) to `other`, which stands for it."""
     for name, value in vars(param).items():
         vars(other).setdefault(name, value)
 
@@ -164,7 +164,7 @@ _REPLACED = (
 
 
 class FirstSteps:
-    """Beside an optimizer's steps: `before` and `after` each."""
+    """Checks around an optimizer's first steps that ranks stay alike: `before` and `after` each step."""
 
     def __init__(self, engine: Engine) -> None:
         self._state, self._plan, self._steps = engine.state, engine.plan, 0  # that are done
@@ -174,7 +174,7 @@ class FirstSteps:
         self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
 
     def before(self) -> None:
-        """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
+        """Called before a step, with gradients complete: raises `InputError` for parameters that are not the plan's."""
         if self._alike.is_due(self._steps + 1):
             self._check_places()
 
@@ -189,7 +189,8 @@ class FirstSteps:
 
     @torch.no_grad()
     def after(self) -> None:
-        """The weights are published. Collective after some steps; raises `RunError` or `RefusedPlan`."""
+        """Called after a step, with weights published: compares ranks in some steps. Collective then; raises where they
+        differ."""
         self._steps += 1
         self._state.notices += not_trained(self._state.module) if self._steps == 1 else []
         if self._alike.is_due(self._steps):
@@ -197,7 +198,7 @@ class FirstSteps:
 
     @torch.no_grad()
     def again(self) -> None:
-        """Raise where what ranks hold alike has come apart. Collective."""
+        """Compare ranks again, after a step; raises where weights or buffers held alike differ. Collective."""
         if self._steps:
             self._check_places()
             self._alike(self._steps)
@@ -210,7 +211,7 @@ def refuse_replaced(name: str) -> None:
 
 
 class ParametersInPlace:
-    """The parameters of a model where its modules have them: another would take no part in the plan."""
+    """Checks that a model's modules still hold the parameters that the plan trains: others would not be trained."""
 
     def __init__(self, module: nn.Module) -> None:
         of_units = units_parameters(module)

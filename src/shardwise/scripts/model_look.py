@@ -97,6 +97,7 @@ def look_at_model(
         return tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
+        """Returns what stands for the loss on one of `batches`, (call, samples of it); notes its outputs' shapes."""
         call, count = one
         at = next((at for at, asked in enumerate(batches) if asked is one), None)
         try:
@@ -166,7 +167,7 @@ def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> N
 
 
 def _unplaced(batch: Any, places: Places) -> str:
-    """Returns what to say of an argument that has other rows than there are samples, which a look gives whole."""
+    """Returns a remark on a tensor argument without a dim of samples, which a look gives whole; "" without one."""
     leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
     others = [tuple(leaf.shape) for leaf in leaves if places.of(leaf) is None]
     if not others:
@@ -183,7 +184,7 @@ def _hint(dim: int | None) -> str:
 
 @dataclass(frozen=True)
 class ModelLook:
-    """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt;
+    """What a look showed: batch norms to join; notices; of each output, the dim that counts samples, where learnt;
     whether some argument has them in another dim than the first; and of draws."""
 
     batch_norms: list[nn.Module]
@@ -206,19 +207,20 @@ class Rows:
     views: int = 1
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor with one row for each sample, first."""
+        """Returns the tensor as (samples, ...), or as (samples, views, ...) where it has several views."""
         tensor = tensor.movedim(self.dim, 0)
         return tensor if self.views == 1 else tensor.unflatten(0, (self.views, -1)).transpose(0, 1)
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns what `first` was given."""
+        """Undoes `first`: returns the tensor with its samples along `dim` again."""
         rows = rows if self.views == 1 else rows.transpose(0, 1).flatten(0, 1)
         return rows.movedim(0, self.dim)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which dim of a tensor counts its samples; `samples` None: the first, of every tensor. `more`: any that fits."""
+    """Which dim of a tensor counts its samples: `dim`, or the first, if it has `samples` indices; with `more` the only
+    dim of that size too. `samples` None: the first dim of every tensor."""
 
     samples: int | None
     dim: int
@@ -230,7 +232,7 @@ class Places:
         return self.samples is not None and not self.dim
 
     def of(self, leaf: Any) -> int | None:
-        """Returns the dim that counts samples; None where none does."""
+        """Returns the dim of a leaf that counts samples; None where none does."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
         if self.samples is None:
@@ -240,7 +242,7 @@ class Places:
         return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
 
     def cut(self, batch: Any, low: int, high: int) -> Any:
-        """Returns samples [low, high) of a tensor; one without samples stays whole."""
+        """Returns the batch with samples [low, high) of each tensor; tensors without a dim of samples stay whole."""
 
         def part(leaf: torch.Tensor) -> torch.Tensor:
             at = self.of(leaf)
@@ -250,7 +252,7 @@ class Places:
 
 
 class _Made:
-    """What the model gave for each number of samples, `sizes`, by place; and where its outputs have their samples."""
+    """Shapes of the model's outputs for each of several numbers of samples (`sizes`), and where outputs have these."""
 
     def __init__(self, sizes: tuple[int, ...], dim: int) -> None:
         self.sizes, self.dim = sizes, dim
@@ -259,8 +261,8 @@ class _Made:
 
     @property
     def dims(self) -> list[Rows | None] | None:
-        """Of each output, where its samples lie: the dim that is as large as they are many, whatever their number, or
-        a first one of several views of them. None: outputs do not match."""
+        """Returns, for each output, the `Rows` of its samples: the dim whose size is their number in every run, or is a
+        multiple of it (views); None for one without. None for all: runs gave other numbers of outputs."""
         if self._dims is None and len(self.shapes) == len(self.sizes):
             runs = [self.shapes[at] for at in range(len(self.sizes))]
             if len({len(shapes) for shapes in runs}) == 1:
@@ -268,7 +270,7 @@ class _Made:
         return self._dims
 
     def ragged(self) -> str:
-        """Returns what to say of an output that is as long as the longest of its samples; "" where there is none."""
+        """Returns a sentence on an output that is as long as the longest of its samples; "" where there is none."""
         for rows, shapes in zip(self.dims or [], zip(*self.shapes.values(), strict=True), strict=False):
             others = {shape[: rows.dim] + shape[rows.dim + 1 :] for shape in shapes} if rows is not None else set()
             if len(others) > 1:
@@ -276,7 +278,7 @@ class _Made:
         return ""
 
     def rows(self, leaves: list[Any], count: int) -> list[Rows | None]:
-        """Returns where each of these outputs has its `count` samples, by size alone where `dims` does not tell."""
+        """Returns the `Rows` of each output's `count` samples, None without; by size alone where `dims` fits not."""
         dims = self.dims
         if dims is not None and len(dims) == len(leaves):
             return dims
@@ -289,7 +291,7 @@ def _shape(leaf: Any) -> Shape:
 
 
 def _rows_of(shapes: list[Shape], sizes: tuple[int, ...]) -> Rows | None:
-    """Returns where one output, of these shapes for these numbers of samples, has them; None: nowhere."""
+    """Returns the `Rows` of an output that had these shapes for these numbers of samples; None: no dim follows them."""
     fits = [dim for dim in range(min(map(len, shapes))) if tuple(shape[dim] for shape in shapes) == sizes]
     if fits or not all(shapes):
         return Rows(fits[0]) if fits else None
@@ -309,15 +311,16 @@ class _OfOutputs(Loss):
 
     @cached_property  # asked for by each comparison, and a pass over the widest result
     def total(self) -> torch.Tensor:
-        """The sum, with its graph."""
+        """Returns the sum, a scalar with its graph."""
         return self._added(lambda each: each + each.square())  # not linear: a mean taken off would cancel in a sum
 
     @property
     def terms(self) -> float:
-        """The sum of its terms without their signs: narrow precision rounds by these."""
+        """Returns the sum of its terms' absolute values: the scale by which narrow precision rounds."""
         return float(self._added(lambda each: each.abs() + each.square()).detach())
 
     def _added(self, term: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the sum over outputs and samples of `term` of each sample's number (`_projected`)."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for leaf, at in zip(self._leaves, self._made.rows(self._leaves, self._count), strict=True):
             if not isinstance(leaf, torch.Tensor) or at is None or not leaf.is_floating_point():

@@ -43,7 +43,7 @@ class OverRanks(WeightAccess):
 
     @abstractmethod
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
-        """Another loader, cut like the main one."""
+        """Returns another loader, cut over ranks like the main one."""
 
     @property
     def _of_whole_batches(self) -> bool:
@@ -52,7 +52,7 @@ class OverRanks(WeightAccess):
 
     @property
     def _apart(self) -> int:
-        """How many ranks' losses are of samples that others do not have."""
+        """Returns how many ranks have samples of their own for the loss: 1 where every rank has all of them."""
         return 1 if self._of_whole_batches else self.engine.data_ranks
 
     def _passes(self, what: str) -> None:
@@ -78,7 +78,7 @@ class OverRanks(WeightAccess):
 
     @names_line
     def sum(self, *values: torch.Tensor | float) -> list[Any]:
-        """Each value's sum over the ranks that hold different samples: of a number a float, of a tensor with dims a
+        """Returns each value's sum over the ranks that hold different samples: of a number a float, of a tensor a
         tensor of its shape, without gradient. Collective.
         """
         return self._sum(*self._counted(values))
@@ -103,16 +103,18 @@ class OverRanks(WeightAccess):
             )
         told = gather_rows(row_of([float(part.count)], self.mesh.device), self.mesh.data)
         counts = tuple(int(count) for count in read(told.view(-1), "samples of each rank"))
+        # a rank without samples ran on a stand-in, whose row is not of the batch
         return gather_samples(rows[: part.count].contiguous(), counts, self.mesh.data, "control")
 
     def _counted(self, values: tuple[Any, ...]) -> list[Any]:
-        """The values; in the loop nothing of those of samples that this rank holds and another one counts."""
+        """Returns the values; times 0 in the loop, where this rank's samples are a stand-in that does not count."""
         lead, dealt = self.calls.leader, self.calls.of_loss
         apart = self._apart > 1 and lead.in_loop and not lead.other.since
         counts = dealt is None or dealt.part.count or not apart
         return [value if counts else value * 0 for value in values]
 
     def _sum(self, *values: torch.Tensor | float) -> list[Any]:
+        """Returns each value's sum over data ranks, numbers as floats, tensors in their shape; all in one message."""
         self._passes("prepared.sum(...)")
         given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
         device = self.mesh.device
@@ -125,16 +127,16 @@ class OverRanks(WeightAccess):
         return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
-        """One micro-batch's loss over all ranks."""
+        """Returns one micro-batch's loss over all ranks, a float64 scalar; NaN where no rank has weight."""
         whole, divisor = self._sum(total.detach(), self._once() if self._form != "weight" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
     def _once(self) -> float:
-        """This rank's part of a total weight of 1; where every rank has the whole loss, an equal part."""
+        """Returns this rank's part of a total weight of 1; where every rank has the whole loss, an equal part."""
         return 1.0 if self._of_whole_batches else float(self.engine.mesh.data.index == 0)
 
     def _factor(self, form: str, over: torch.Tensor | float | None, part: Share | None) -> float:
-        """By which this rank's loss is a summand of the loss over all ranks. Collective for means over n."""
+        """Returns the factor that makes this rank's loss a summand of the loss over ranks. Collective for means."""
         if self._of_whole_batches or form in ("weight", "sum"):
             return 1.0
         if form == "mean_over":
@@ -142,10 +144,10 @@ class OverRanks(WeightAccess):
             return float(over or 0.0) / total if total else 0.0
         if part is None or self._apart == 1:
             return 1.0
-        return part.count / part.total if part.total else 0.0
+        return part.count / part.total if part.total else 0.0  # a mean over this rank's samples
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
-        """The weight that is counted; without one, the losses of a step share one of 1."""
+        """Returns the weight with which a loss counts; without one given, a step's losses share a weight of 1."""
         if form == "weight" and self._earlier is not None and not self._earlier.stepped:
             self._refuse_weights()
         if self._form not in (None, form):
@@ -155,7 +157,7 @@ class OverRanks(WeightAccess):
             )
         self._form = form
         if form != "weight":
-            return self._once() if self._micro == 0 else 0.0
+            return self._once() if self._micro == 0 else 0.0  # the step's weight of 1 comes with its first micro-batch
         if stands_in or weight is None:
             return 0.0
         return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
@@ -175,7 +177,7 @@ def _is_number(value: Any) -> bool:
 
 
 def form_of(weight: object, mean_over: object, summed: bool) -> str:
-    """Returns how a loss is given; raises `InputError` where it is given in two ways."""
+    """Returns "weight", "mean_over", "sum" or "mean", by how a loss is given; `InputError` for two ways at once."""
     forms = [name for name, there in (("weight", weight is not None), ("mean_over", mean_over is not None),
                                       ("sum", summed)) if there]  # fmt: skip
     if len(forms) > 1:

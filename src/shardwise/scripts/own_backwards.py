@@ -23,7 +23,7 @@ from shardwise.trace.outside_state import Reached
 
 
 class OwnBackwards:
-    """Backwards of a model's own, as text (`told`), and the copy that is asked once for each entry of the model."""
+    """Names of a model's own backwards and gradient hooks (`told`), and a float64 copy on which they are tried."""
 
     def __init__(self, model: nn.Module, world: Axis, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -39,7 +39,7 @@ class OwnBackwards:
         """Returns what differs between gradients of `whole` and of its `parts`, as text. Collective; raises `Untried`.
 
         evaluate    (module, batch) -> the loss that stands for the script's
-        asked       by this rank; others may where it does not
+        asked       whether this rank wants the answer; where any rank does, all take part
         """
 
         def tried() -> tuple[str | None, str | None]:

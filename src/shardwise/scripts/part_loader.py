@@ -89,7 +89,7 @@ class PartLoader:
         self._ways = self._possible(reads) if _by_indices(loader) else [self._sliced]
 
     def _possible(self, reads: str) -> list[Any]:
-        """Ways to read, the first that fits is taken."""
+        """Returns the methods of reading that are tried in turn; the first that fits the first batch is kept."""
         if self._ranks == 1:
             return [self._indexed]
         if reads != "auto":
@@ -105,7 +105,7 @@ class PartLoader:
         return len(self.whole)
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch. What a loader draws when it is asked for an iterator is drawn now, before any batch is."""
+        """Returns an iterator over an epoch's parts. The loader draws for it now, before any batch."""
         self._told = self.events.here()
         self._told.before_epoch()
         now, (self._skip, began), self._place = Generators(self.whole), self._place or (0, None), None
@@ -117,6 +117,7 @@ class PartLoader:
         return self._handed_out(self._began, batches)
 
     def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
+        """Yields this rank's part of each batch of an epoch, and tells `Events` and a proof of it."""
         most = total = 0
         if not self.is_pushed:  # whose batches have no last one
             self._told.begin_epoch()
@@ -142,7 +143,7 @@ class PartLoader:
                 self._told.after_epoch()
 
     def _read(self, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
-        """Batches as they are, each waited for within `reading`."""
+        """Yields the batches unchanged, each waited for within the context `reading`."""
         while True:
             with self.reading():
                 batch = next(batches, None)
@@ -151,7 +152,7 @@ class PartLoader:
             yield batch
 
     def _tell_proof(self, batch: Any, dealt: Dealt) -> None:
-        """Tell a proof of the batch: how many samples all ranks have, and the content of those that count here."""
+        """Record a batch for a proof: how many samples all ranks have, and a number of the content of this rank's."""
         if self.recorder is None:
             return
         first = dealt.part.start - dealt.local.start
@@ -160,7 +161,7 @@ class PartLoader:
         self.recorder.batch(dealt.part.total, content)
 
     def position(self) -> list[Any] | None:
-        """Where this epoch stands, as JSON: batches handed out, generators at its start; None between epochs."""
+        """Returns [batches handed out in this epoch, generators' states at its start] as JSON; None between epochs."""
         return None if self._began is None or self.is_pushed else [self._out, self._began.as_json()]
 
     @property
@@ -169,11 +170,11 @@ class PartLoader:
         return isinstance(self.whole, OwnBatches)
 
     def go_on(self, position: list[Any] | None) -> None:
-        """Let the next epoch be the rest of the one that `position` tells."""
+        """Let the next epoch be the rest of the one from which `position` was taken; None: a whole one."""
         self._place = None if position is None else (position[0], position[1])
 
     def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
-        """Which dim of this part's tensors counts its samples; None where it cannot be known."""
+        """Returns the dim of this part's tensors that counts its samples; None where it cannot be known."""
         if self._dim_is_known or self._ways[0] in (self._whole, self._sliced):
             return self._dim
         fits = dims_of_samples(batch, dealt.local.count)
@@ -182,7 +183,7 @@ class PartLoader:
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _first_way(self) -> Iterator[BatchPart]:
-        """Parts, read in the way that is tried next."""
+        """Returns an iterator over this rank's parts, read in the way that is tried next."""
         self._dealer = Dealer(self._ranks, self._rank, self.events.goes_beside)
         way: Any = self._ways[0]
         if way == self._sliced:
@@ -191,7 +192,7 @@ class PartLoader:
         return way(*self._source(dealer, watched=way == self._watched))
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
-        """Parts, read in the first way that fits the first batch; the generators then start again from there.
+        """Yields parts, read in the first way that fits the first batch; the generators then start again from there.
 
         began   where they stood when the epoch was asked for, since when the script may have drawn
         """
@@ -219,6 +220,7 @@ class PartLoader:
             yield from batches
 
     def _tell(self, reason: str) -> None:
+        """Add a notice where whole batches are read, or could not be read (`reason`), since either costs something."""
         if self._ways[0] == self._whole:
             why = reason or "the loader joins samples by a function of its own, which may pad or draw by what is beside"
             self.notices.append(
@@ -229,8 +231,9 @@ class PartLoader:
             self.notices.append(f"each rank joins its own samples alone, for whole batches cannot be cut: {reason}")
 
     def _source(self, dealer: Dealer, *, watched: bool) -> tuple[Iterator[Any], PartSampler]:
-        """An epoch of the script's loader with other indices. Persistent workers are the same ones in each epoch, since
-        a loader draws a seed for those that it makes.
+        """Returns (iterator over an epoch of the script's loader with other indices, the sampler that deals these).
+
+        Persistent workers are kept from epoch to epoch, since a loader draws a seed for those that it makes.
         """
         loader, sampler = self._persistent.get(watched) or (None, PartSampler(self.whole.batch_sampler))
         sampler.dealer, sampler.skip, sampler.skipped = dealer, self._skip, self._skipped
@@ -247,7 +250,7 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _watched(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
-        """As `_indexed`, as long as nothing is drawn."""
+        """Yields parts as `_indexed` does; raises `Unfit` where reading the first batch drew random numbers."""
         for number, (batch, drew, look) in enumerate(source):
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
@@ -255,6 +258,7 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+        """Yields parts cut out of whole batches; raises `Unfit` where a batch cannot be cut."""
         for batch in source:
             whole, checksum = sampler.dealt.popleft()
             self._look = [] if self._compared else look_of(batch)
@@ -266,6 +270,7 @@ class PartLoader:
             yield part, dealt, checksum
 
     def _sliced(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
+        """Yields this rank's parts, cut out of whole batches; the first `_skip` batches are drawn and left out."""
         for _ in range(self._skip):
             next(batches, None)
         if self._skipped is not None:
@@ -290,25 +295,25 @@ class Events:
         self.ran = self.since = False  # there was a batch, ever, and since the main one's is at hand
 
     def here(self) -> Events:
-        """Returns what is told of an epoch that the thread which asks goes through."""
+        """Returns the events of an epoch that the calling thread goes through."""
         return self
 
     def before_epoch(self) -> None:
-        """The script asks for an iterator: what the loader draws now is alike on every rank."""
+        """Called when the script asks for an iterator: what the loader draws now must be alike on every rank."""
         self.pauses()
 
     def begin_epoch(self) -> None:
-        """The script asks for an epoch's first batch."""
+        """Called when the script asks for an epoch's first batch."""
 
     def goes_beside(self) -> bool:
         """Whether each sample is to be held once where there are enough: scripts count held-out ones by len(batch)."""
         return True
 
     def before_first(self, look: list[float], checksum: int) -> None:
-        """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
+        """Called before the first batch of all. `look`: a few numbers of a sample that every rank read."""
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None, *, own: bool = False) -> None:
-        """A batch is handed out; `checksum` is equal on ranks that have parts of the same samples.
+        """Called before each batch is handed out. `checksum`: equal on ranks that have parts of the same samples.
 
         dim     of its tensors that counts the samples, where known
         own     the script has made it by itself
@@ -317,13 +322,13 @@ class Events:
         self.local, self.ran, self.since = dealt.local, True, True
 
     def after_batch(self) -> None:
-        """The script asks for the next batch."""
+        """Called when the script asks for the next batch."""
 
     def after_all(self) -> None:
-        """The script asks for a batch beyond the last one, which every rank does."""
+        """Called when the script asks for a batch beyond the last one, which every rank does."""
 
     def after_epoch(self) -> None:
-        """The script's loop over the loader has ended, or was left by `break`."""
+        """Called when the script's loop over the loader has ended, or was left by `break`."""
         self.local = None
 
 
@@ -369,7 +374,10 @@ def _by_indices(loader: Any) -> bool:
 
 
 def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> DataLoader:
-    """The script's DataLoader with other indices. Watched: it gives (batch, drew, look)."""
+    """Returns a DataLoader with the script's settings over the indices of `sampler`.
+
+    watched  it yields (batch, whether reading it drew random numbers, a few of its numbers, to compare ranks by)
+    """
     kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
             "generator", "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
     settings = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}
@@ -380,6 +388,7 @@ def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> Da
 
 
 def _refuse(loader: Any, data_ranks: int) -> None:
+    """Raise `InputError` for a loader that cannot be iterated, or that deals samples over ranks by itself."""
     if not isinstance(loader, Iterable):
         batched = ", a dataset: give DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""
         raise InputError(f"prepare: the loader is of type {type(loader).__name__}, which cannot be iterated{batched}")

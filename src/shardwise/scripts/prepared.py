@@ -82,8 +82,6 @@ from shardwise.task import Domain
 from shardwise.tiers import StateTiers
 
 _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
-
-
 _NO_LOADER: Any = object()  # None is a loader that is given: the script unpacks three
 
 
@@ -180,7 +178,7 @@ def _refuse_twice(model: Any) -> None:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What `prepare` was told beside the script's objects."""
+    """The options of `prepare` beside the script's own objects."""
 
     plan: Plan
     randomness: Randomness
@@ -222,9 +220,8 @@ class Prepared(Stepping):
             self.calls.begin_unfed()
         self._begin()
         self._engine: Engine | None = None
-        self.gradients = None
+        self.gradients, self._settles = None, False
         self._gate, self._state_gate = Gate(), Gate()
-        self._settles = False
         self._notices = self.calls.notices
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
@@ -240,15 +237,15 @@ class Prepared(Stepping):
             self._spread()
 
     def _take(self, optimizer: Optimizer) -> None:
-        """Know the names of an optimizer's parameters, and by a trial which pieces of them it bears."""
+        """Make `optimizer` the script's: note parameters' names, and by a trial on which pieces it can run."""
         optimizers.refuse_lost(optimizer)
         self.optimizer = optimizer
         self.all_names, self._groups, self._nature = self._known(optimizer.param_groups)
         refuse(self._nature, UNSHARDED, self.plan.tp, self.plan.ep, named=type(optimizer).__name__)
 
     def _known(self, groups: list[dict[str, Any]]) -> tuple[list[list[str]], list[list[str]], Nature]:
-        """Names of each group's parameters, of those that the plan has, and what the update of them needs, by a trial.
-        Raises `InputError` for what it cannot train."""
+        """Returns (names by group, of these those that the plan trains, whether their update needs whole tensors, by a
+        trial). Raises `InputError` for parameters that cannot be trained."""
         names = optimizers.names_in_groups(groups, self.model)
         optimizers.refuse_thawed(groups, names, self._shapes)
         trained = [[name for name in group if name in self._shapes] for group in names]
@@ -258,7 +255,7 @@ class Prepared(Stepping):
 
     @names_line
     def _add_group(self, group: dict[str, Any]) -> None:
-        """`optimizer.add_param_group`: of parameters that the plan has, whose pieces join those of the others."""
+        """Stands for `optimizer.add_param_group`, of parameters that the plan has: adds this rank's pieces of them."""
         optimizer, engine, given = self.optimizer, self._engine, group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
         group = {**optimizer.defaults, **group, "params": given}
@@ -283,7 +280,7 @@ class Prepared(Stepping):
         self._watch_pieces()
 
     def _adopt(self, engine: Engine, before: States) -> None:
-        """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
+        """Point the optimizer at this rank's pieces. `before`: its state so far, {name: state}. Collective."""
         plan, optimizer, state = self.plan, self.optimizer, engine.state
         state.owners = optimizers.adopt(
             optimizer, self._groups, self.all_names, engine, self._shapes, self._nature, whole=not holds_pieces(plan)
@@ -295,7 +292,7 @@ class Prepared(Stepping):
         self._place_state(state, before_it)
 
     def _place_state(self, state: RankState, before: StateTiers | None) -> None:
-        """Let what the optimizer keeps of what it updates now lie in its tier; `before`: where it lay until now."""
+        """Move the optimizer's state into the plan's tier (host memory, a file); `before`: its former tier."""
         if before is not None:
             before.wake_all()
         state.tier = make_tier(state, optimizers.makes_of(self.optimizer))
@@ -354,7 +351,7 @@ class Prepared(Stepping):
         self._notices.say(self.notices)
 
     def _made(self, args: tuple, kwargs: dict) -> Engine:
-        """The engine over the model, with the script's optimizer, for a call as rank 0's. Collective."""
+        """Returns the engine over the model, with the script's optimizer, its cuts by rank 0's call. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
         call = shared_call(args, kwargs, mesh.world, mesh.device) if waits_for_call(plan) else None
         dealt = self.calls.dealt if self.calls.whole is None else None
@@ -380,7 +377,7 @@ class Prepared(Stepping):
         return engine
 
     def _guard(self, engine: Engine, cuts: set[str]) -> None:
-        """What the script asks of gradients and of weights is answered as one process has it."""
+        """Set up what answers the script's reads of gradients and weights as one process would."""
         calls, state = self.calls, engine.state
         self._gate = gate = Gate()
         self.gradients = Gradients(self, state)
@@ -404,17 +401,17 @@ class Prepared(Stepping):
 
     @property
     def waits(self) -> bool:
-        """Whether all is still as the script made it: cuts are derived from a call that is to come."""
+        """Whether the model is not spread yet, as its cuts are derived from its first forward in training."""
         return self._engine is None
 
     @property
     def notices(self) -> list[str]:
-        """What is worth knowing about this run, found so far. Each is printed once, by rank 0."""
+        """Returns sentences worth knowing about this run, found so far. Each is printed once, by rank 0."""
         return [*(self._engine.notices if self._engine is not None else []), *self.loader.notices]
 
     @property
     def engine(self) -> Engine:
-        """What runs the plan. Where it cuts weights or positions, made in the model's first forward in training."""
+        """Returns the `Engine` of the plan. Where that cuts weights or positions, the first forward makes it."""
         if self._engine is None:
             raise InputError(
                 f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "
@@ -427,8 +424,8 @@ class Prepared(Stepping):
         return iter((as_given(self.model), self.optimizer, self.loader)[: self._options.unpacks])
 
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
-        """Another loader, cut like the main one. A rank without a sample gets a stand-in: its `part.count` is 0, and
-        must then not be counted.
+        """Returns another loader, cut like the main one. A rank without a sample gets a stand-in that must not be
+        counted: its `part.count` is 0.
 
         trains  its batches are trained on, after or in place of the main one's (a curriculum, another batch size), as
                 theirs are: draws and losses are followed. False: it is of held-out data, or goes beside the main one
@@ -444,10 +441,10 @@ class Prepared(Stepping):
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Returns this rank's number, from 0."""
         return self.mesh.rank
 
     @property
     def world_size(self) -> int:
-        """The ranks of the plan."""
+        """Returns how many ranks the plan has."""
         return self.mesh.world.size

@@ -55,7 +55,7 @@ def from_workers(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class Unfit(Exception):
-    """Batches cannot be read in this way; the message says why."""
+    """Raised where batches cannot be read in the way that is tried; the message says why."""
 
 
 class Fetched(NamedTuple):
@@ -105,11 +105,11 @@ class Collated:
 
 
 def look_of(samples: Any) -> list[float]:
-    """Returns a few numbers of samples, by which ranks compare whether they have the same ones."""
+    """Returns sizes and a few elements of samples as floats, by which ranks compare whether they read the same ones."""
     look: list[float] = []
     for leaf in tree_flatten(dict(samples) if isinstance(samples, Mapping) else samples)[0]:
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+            if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:  # without flat elements
                 continue
             some = _some(leaf.detach().reshape(-1))
             numbers = torch.view_as_real(some.resolve_conj()).reshape(-1) if some.is_complex() else some
@@ -138,7 +138,7 @@ def standing() -> int:
 
 
 def _standing_of_numpy() -> bytes | tuple:
-    """Returns what tells whether NumPy's global generator has drawn; not the second of a pair of normal numbers."""
+    """Returns the state of NumPy's global generator, changed by every draw but that of a cached normal."""
     # its state as Python has it takes 40 us, more than all the rest of reading a small batch: 624 words one by one
     source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(source) is np.random.MT19937:
@@ -163,7 +163,7 @@ class Generators:
             set_generator(name, state, current_device())
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the state of all generators as values that JSON holds."""
+        """Returns {"loader": [the states of the loader's generators], and each global generator's by name}, as text."""
         return {"loader": [_text(state) for _, state in self._own], **{k: _text(v) for k, v in self._states.items()}}
 
     @classmethod
@@ -177,7 +177,7 @@ class Generators:
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
-    """Those that a loader and its sampler were given, each once."""
+    """Returns the `torch.Generator`s that a loader and its sampler were given, each once."""
     found = [getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
@@ -229,7 +229,7 @@ def _lists_cut(tree: Any, share: Share, samples: int) -> Any:
 
 
 def samples_of(batch: Any, dim: int = 0) -> int:
-    """How many samples a whole batch has, counted by that dim of its tensors; `InputError` where they differ."""
+    """Returns how many samples a batch has, by dim `dim` of its tensors; `InputError` where these differ."""
     return samples_in(_plain(batch, dim))
 
 
@@ -245,7 +245,7 @@ def _moved(batch: Any, source: int, to: int) -> Any:
 
 
 def dims_of_samples(batch: Any, samples: int) -> list[int]:
-    """The dims, first or second, that have `samples` elements in every tensor of a batch that has such a dim."""
+    """Returns those of the dims 0 and 1 of size `samples` in every tensor of a batch; vectors have dim 0 alone."""
     shapes = [tensor.shape for tensor in tensors_of(batch) if tensor.dim()]
     fits = [d for d in (0, 1) if all(shape[min(d, len(shape) - 1)] == samples for shape in shapes)]
     return fits if any(len(shape) > 1 for shape in shapes) else fits[:1]

@@ -64,13 +64,12 @@ def take_off(mode: TorchFunctionMode) -> None:
 
 
 def differentiate(loss: torch.Tensor, factor: float = 1.0, *, retain_graph: bool) -> None:
-    """Call `(factor * loss).backward()` with the stack as it is: of a tensor, torch hands it to a mode, which is off
-    meanwhile."""
+    """Call `(factor * loss).backward()` with torch's function modes on: by the tensor's method, they would be off."""
     torch.autograd.backward(get_gradient_edge(loss), torch.full_like(loss, factor), retain_graph)
 
 
 def _popped() -> list[TorchFunctionMode]:
-    """The stack, which is empty then."""
+    """Empty torch's stack of function modes; returns what was on it, the lowest first."""
     stack = _get_current_function_mode_stack()
     for _ in stack:
         _pop_mode()
@@ -103,8 +102,8 @@ def _draws(packet: OpOverloadPacket) -> bool:
 
 
 def _calls_what_draws(function: FunctionType, seen: set[FunctionType]) -> bool:
-    """By the names in its code, those of operations and of functions of torch, and by the functions that it closes
-    over."""
+    """Whether a function may draw, by the names in its code, of operations and torch's functions, and its closure's;
+    one outside of torch may."""
     if function.__module__.partition(".")[0] != "torch":
         return True
     seen.add(function)
@@ -141,15 +140,18 @@ _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off 
 
 
 class SampleDraws(TorchFunctionMode):
-    """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
+    """Gives a script's random draws the numbers that one process draws for the same samples.
+
+    Active while `part` is set, the samples that this rank holds. `inside`: the model's own forward runs.
+    """
 
     def __init__(
         self, beside: Callable[[], Share | None] = lambda: None,
         of_batch: Callable[[Share, Callable[[int], bool], tuple], Share | None] = lambda part, fits, given: part,
     ) -> None:  # fmt: skip
         """
-        beside      the samples that this rank holds of another loader's batch at hand
-        of_batch    the samples of the main batch that it is for, of those whose count fits, where several are there
+        beside      returns this rank's samples of another loader's current batch, None without one
+        of_batch    (samples, whether a count of samples fits a draw, its arguments) -> the samples drawn for, or None
         """
         super().__init__()
         self._beside, self._of_batch = beside, of_batch
@@ -170,7 +172,7 @@ class SampleDraws(TorchFunctionMode):
         self.steps = 0  # backwards that are over
 
     def begin(self, part: Share, *, whole: bool) -> None:
-        """Deal draws over these samples from here on."""
+        """Deal draws over these samples from here on. `whole`: the script holds whole batches and draws for them."""
         self.part, self.whole = part, whole
         if self.follows_all or self.steps < _STEPS:
             self._all = _Operations(self)
@@ -206,7 +208,7 @@ class SampleDraws(TorchFunctionMode):
             self._follows = False
 
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns what an operation under way gives, whose draws are dealt if it is one that draws."""
+        """Returns the operation's result; what a random one draws is, for each sample, what one process draws."""
         if self.part is None or not is_random(func):
             return func(*args, **kwargs)
         draws = not _is_off(func, _named_arguments(func, args, kwargs))
@@ -215,7 +217,7 @@ class SampleDraws(TorchFunctionMode):
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)
-        if self.whole and not self.inside and not _in_backward():
+        if self.whole and not self.inside and not _in_backward():  # drawn for whole batches, as in one process
             return func(*args, **kwargs)
         if not self.inside:
             return self._draw(func, args, kwargs, self.part)
@@ -241,6 +243,7 @@ class SampleDraws(TorchFunctionMode):
             self._check()
 
     def _check(self) -> None:
+        """Raise `RefusedPlan` where a generator has moved though no operation was seen to draw."""
         if self._stands != generators(current_device()):
             self.inside = False
             if self.part is None:
@@ -257,6 +260,7 @@ class SampleDraws(TorchFunctionMode):
 
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
+        """Returns what a random operation draws: this rank's rows of one process's numbers, or all numbers alike."""
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         named, self._op = _named_arguments(func, args, kwargs), str(func)
@@ -313,7 +317,7 @@ class SampleDraws(TorchFunctionMode):
         return _rows_of(output, counted[0], part)
 
     def _place(self, shape: Any, rows: int) -> int | None:
-        """The dim that counts this rank's samples."""
+        """Returns the dim of a draw of this shape that counts this rank's `rows` samples; None without one."""
         fits = [at for at, size in enumerate(shape) if size == rows]
         seen = self._seen_at(tuple(shape), rows)
         if seen is not None:
@@ -322,11 +326,11 @@ class SampleDraws(TorchFunctionMode):
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
     def _seen_at(self, shape: tuple[int, ...], rows: int) -> int | None:
-        """Where the look has seen that what the model draws has samples; other dims may be as large by chance."""
+        """Returns the dim in which the look at the model saw samples of such a draw; -1: in none; None: not seen."""
         return self._dims.of(self._op, shape, rows) if self.inside or _in_backward() else None
 
     def _whose(self, part: Share, shape: tuple[int, ...], args: tuple) -> Share | None:
-        """The samples that numbers of this shape are drawn for: the main batch's, or another loader's at hand."""
+        """Returns the samples that a draw of this shape is for: the main batch's or another loader's; or None."""
         if not self.inside:
             of_batch = self._of_batch(part, lambda count: self._place(shape, count) is not None, args)
             if of_batch is None:
@@ -337,6 +341,7 @@ class SampleDraws(TorchFunctionMode):
         return fits[0] if fits else part
 
     def _unknown_rows(self, func: Any, named: dict, sized: set[str], rows: int) -> str:
+        """Returns the refusal, as text, of a draw in which this rank's `rows` samples cannot be found."""
         if "dropout_state" in str(func):
             return (
                 "a recurrent layer's dropout is drawn inside a kernel of cuDNN, where which numbers belong to which "
@@ -351,7 +356,7 @@ class SampleDraws(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Active while a call runs that may draw."""
+    """Dispatch mode around a call that may draw: sends its operations through `SampleDraws.operation`."""
 
     def __init__(self, draws: SampleDraws) -> None:
         super().__init__()
@@ -362,7 +367,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:
-    """The tensor with `total` samples along `at`, its own from `low` on.
+    """Returns a tensor with `total` samples along `at`: those of `tensor` from `low` on, copies of its first elsewhere.
 
     Its dims lie in memory in the order of the tensor's, in which numbers are drawn into it.
     """
@@ -376,14 +381,14 @@ def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:
 
 
 def _shape_of(given: dict, sized: set[str]) -> tuple[int, ...]:
-    """Of what is drawn."""
+    """Returns the shape of what a random operation draws: its argument in `sized`, else its first tensor's."""
     return next((tuple(given.get(name) or ()) for name in sized), None) or next(
         (tuple(value.shape) for value in given.values() if isinstance(value, torch.Tensor)), ()
     )
 
 
 def _named_arguments(func: Any, args: tuple, kwargs: dict) -> dict:
-    """The arguments of an operation by their names."""
+    """Returns {name: argument} of an operation's call."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 
@@ -395,12 +400,12 @@ def _is_off(func: Any, given: dict) -> bool:
 
 
 def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:
-    """An index: `count` from `low` on along `dim`."""
+    """Returns an index of `count` elements from `low` on along `dim`."""
     return (*[slice(None)] * dim, slice(low, low + count))
 
 
 def _rows_of(output: Any, dim: int, part: Share) -> Any:
-    """Copies of the rows of `part`, of each tensor that has all samples along `dim`."""
+    """Returns the output with this rank's rows (copies) of each tensor that has all samples along `dim`."""
 
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         has_all = tensor.dim() > dim and tensor.shape[dim] == part.total
@@ -415,7 +420,7 @@ def _in_backward() -> bool:
 
 
 def _is_scalar(given: dict, sized: set[str]) -> bool:
-    """A draw of one number: alike on every rank, as in one process."""
+    """Whether one number is drawn: alike on every rank, as in one process."""
     for name in sized:
         return list(given[name]) in ([], [1])
     tensor = next((value for value in given.values() if isinstance(value, torch.Tensor)), None)

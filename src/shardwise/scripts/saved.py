@@ -82,7 +82,7 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
         chosen = stored.folder
     if fields is None:
         raise InputError(f"{folder} holds no checkpoint of a script; weights alone: model.load_state_dict(...)")
-    if prepared.waits:
+    if prepared.waits:  # no engine yet: the first training forward makes it and loads this
         prepared.pending = chosen
     else:
         prepared.meet("shardwise.load(...)", always=True)
@@ -97,12 +97,12 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
 
 
 def _has_schedule(fields: Any) -> bool:
-    """Returns whether a scheduler's state is among the fields, or within one of them."""
+    """Whether a learning-rate scheduler's state is among the fields, or within one of them."""
     return isinstance(fields, dict) and ("last_epoch" in fields or any(map(_has_schedule, fields.values())))
 
 
 def _node_of(name: str, value: Any) -> Node:
-    """A field as JSON from which it comes back as it was, numbers as keys and infinity too."""
+    """Returns a field's value as JSON nodes that restore it exactly, numbers as keys and infinity too."""
     try:
         return plain_node(value)
     except NoJson as why:

@@ -26,7 +26,7 @@ class Notices:
 
     @property
     def shown(self) -> bool:
-        """Whether this rank prints."""
+        """Whether this rank prints notices: rank 0 alone does."""
         return self._rank == 0
 
     def say(self, notices: Iterable[str]) -> None:
@@ -38,7 +38,7 @@ class Notices:
 
 
 def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its errors end in the script's line: "[train.py, line 12: loss.backward()]"."""
+    """Returns the function with errors that end in the script's line: "[train.py, line 12: loss.backward()]"."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def refuse(error: ShardwiseError) -> NoReturn:
 
 
 def line_of_script() -> str:
-    """The innermost line under way that is neither ours nor torch's: "train.py, line 12: loss.backward()"."""
+    """Returns the innermost running line that is neither ours nor torch's: "train.py, line 12: loss.backward()"."""
     frame = sys._getframe(1)
     while frame is not None and (_is_ours(frame.f_code.co_filename)):
         frame = frame.f_back  # type: ignore[assignment]

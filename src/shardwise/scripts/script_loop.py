@@ -69,21 +69,21 @@ class Handed:
 
     @property
     def lives(self) -> bool:
-        """Returns whether the script, or anything else, holds a tensor of it."""
+        """Whether the script, or anything else, still holds a tensor of this batch."""
         return any(tensor() is not None for tensor in self._tensors)
 
     @property
     def awaits(self) -> bool:
-        """Returns whether the script has still to come to it."""
+        """Whether the script has still to use this batch."""
         return self.traced and not (self.spent or self.met)
 
     def fits(self, call: Any) -> bool:
-        """Returns whether a tensor that a forward is given has as many rows as this rank has samples of it."""
+        """Whether a tensor among a forward's arguments has as many rows as this rank has samples of this batch."""
         dim, samples = self.dim or 0, self.dealt.local.count
         return any(tensor.dim() > dim and tensor.shape[dim] == samples for tensor in tensors_of(call))
 
     def is_in(self, storages: Collection[int]) -> bool:
-        """Returns whether a tensor of it lies in one of these storages."""
+        """Whether a tensor of this batch lies in one of these storages."""
         return any((held := tensor()) is not None and _storage(held) in storages for tensor in self._tensors)
 
 
@@ -92,7 +92,7 @@ class Loop(Heard, Events):
     batches."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, randomness: str, leader: Any, loss_scope: str) -> None:
-        """`leader`: of the models of this loop that were prepared before, the first."""
+        """`leader`: the `Loop` of the first model that was prepared with this loader; None: this is the first."""
         super().__init__()
         self.model, self.mesh, self.randomness = model, mesh, randomness
         self.whole: WholeBatch | None = None
@@ -137,7 +137,7 @@ class Loop(Heard, Events):
         self._comes_to("input")
 
     def begin_epoch(self) -> None:
-        """Count an epoch whose first batch is asked for: an iterator that is never begun has no end either."""
+        """Count an epoch, when its first batch is asked for: an iterator that is never used never ends."""
         if self._over:  # batches of it that were looked at are not waited for
             self._now = None
             self._ahead.clear()
@@ -146,13 +146,13 @@ class Loop(Heard, Events):
         self._open_epochs += 1
 
     def begin_unfed(self) -> None:
-        """Begin without a loader: what the script makes its batches of is drawn alike on every rank. Collective."""
+        """Seed all ranks alike for a script without a loader, so that it draws equal batches. Collective."""
         self.unfed = True
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
 
     def _comes_unfed(self, call: Any) -> None:
-        """A forward in training begins, and what it is given is the batch."""
+        """Take a training forward's arguments for the next batch, of a script that has no loader."""
         if self.whole is None:
             raise InputError(UNFED)
         try:
@@ -165,12 +165,12 @@ class Loop(Heard, Events):
         self._begin(Handed(self._last, call, self._of_whole(total), 0, 0))
 
     def _of_whole(self, total: int) -> Dealt:
-        """Which of a whole batch's samples this rank's forward takes."""
+        """Returns the `Dealt` of this rank's forward, of a batch of `total` samples that every rank has."""
         spreads = self.whole is not None and self.whole.spreads
         return deal(total, *((self.mesh.data.size, self.mesh.data.index) if spreads else (1, 0)))
 
     def here(self) -> Events:
-        """Returns this loop, or nobody in another thread than that in which the script was prepared, where ranks cannot
+        """Returns this loop; `Events` that do nothing in another thread than that of `prepare`, in which ranks cannot
         meet: the next forward is refused."""
         if threading.get_ident() == self._thread:
             return self
@@ -182,7 +182,7 @@ class Loop(Heard, Events):
             self._meeting.passes(what)
 
     def _comes_to(self, point: str) -> None:
-        """A point of the script's step, for the rank's record and for faults on purpose."""
+        """Note a point of the script's step in the rank's record, where tests inject faults too."""
         engine = self.engine
         reach(point, 0 if engine is None else engine.steps_done, None if engine is None else engine.state)
 
@@ -210,10 +210,11 @@ class Loop(Heard, Events):
         self._comes_to("forward")
 
     def _begin(self, handed: Handed) -> None:
-        """This batch is at hand from here on."""
+        """Make `handed` the current batch, of which losses and draws are from here on."""
         self._now, handed.spent, handed.met, self._drawn_like = handed, False, False, None
         self._gone_to = self._gone_to if handed.own else handed.number
         self.other.since = False
+        # batches that the script has passed over are not waited for
         while self._ahead and self._ahead[0].number <= handed.number:
             self._ahead.popleft()
         dealt, dim = handed.dealt, handed.dim
@@ -231,15 +232,15 @@ class Loop(Heard, Events):
         self.in_loop = True
 
     def select_batch_for_forward(self, call: Any, *, trains: bool) -> None:
-        """A forward begins: the batch is at hand whose tensors it is given, or that it was drawn like; else the first
-        that waits."""
+        """Make current the batch whose tensors a forward is given, or like which these were drawn; else the first
+        batch that the script has not used yet."""
         now = self._now
         if self._elsewhere:
             raise RefusedPlan(_ELSEWHERE)
         others = (
             self._over or self._ahead or self._drawn_like or any(one is not now and one.lives for one in self._handed)
         )
-        if now is not None and not others:
+        if now is not None and not others:  # only one batch is there: nothing to look up
             now.met = True
             return
         storages = {_storage(tensor) for tensor in tensors_of(call)}
@@ -247,7 +248,7 @@ class Loop(Heard, Events):
         handed = next(known, self._drawn_like)
         if handed is None:
             handed = self._first_that_fits(call, trains=trains)
-        if handed is None and trains and self._over and now is not None and now.spent:
+        if handed is None and trains and self._over and now is not None and now.spent:  # trained on after its loop
             handed = self._expected()
         again = handed is now and now is not None and now.spent and trains and self._over
         beside = now is not None and now.awaits and handed is not None and (handed.spent or not trains)
@@ -279,7 +280,7 @@ class Loop(Heard, Events):
             self.resume()
 
     def _expected(self) -> Handed | None:
-        """Returns the batch that a script which goes through kept ones goes on with: the one after the last."""
+        """Returns the next batch of a script that goes through batches which it has kept; None where it keeps none."""
         kept = [one for one in self._handed if one.lives and not one.own]
         return next((one for one in kept if one.number > self._gone_to), kept[0] if kept else None)
 
@@ -317,7 +318,7 @@ class Loop(Heard, Events):
             self.suspend()
 
     def _first_that_fits(self, call: Any, *, trains: bool) -> Handed | None:
-        """Returns the batch that waits and has as many samples as a forward is given, else the first that waits."""
+        """Returns the first unused batch with as many samples as a forward is given, else the first unused."""
         waiting = self._waiting(*(self._left_waiting() if trains else ()))
         fits = [batch.fits(call) for batch in waiting]
         if trains and len({batch.dealt for batch in waiting}) > 1:  # of which some may be as many on this rank alone
@@ -326,12 +327,12 @@ class Loop(Heard, Events):
         return next((batch for batch, fit in zip(waiting, fits, strict=True) if fit), waiting[0] if waiting else None)
 
     def _waiting(self, *left: Handed) -> list[Handed]:
-        """Returns the batches that the script has still to come to, first those that it made, which it makes to use."""
+        """Returns the batches that the script has not used yet: its own first, made for the next call."""
         waiting = [batch for batch in (self._now, *self._ahead, *left) if batch is not None and batch.awaits]
         return sorted(waiting, key=lambda batch: not batch.own)
 
     def _left_waiting(self) -> list[Handed]:
-        """Returns the batches that a later one was trained on before: `for a, b in zip(...)` with b's step first."""
+        """Returns unused batches that the script skipped for a later one: `for a, b in zip(...)`, b's step first."""
         return [one for one in self._handed if one is not self._now and one.awaits and one.lives]
 
     def drawn_for(self, part: Share, fits: Callable[[int], bool], given: Any) -> Share | None:
@@ -341,17 +342,18 @@ class Loop(Heard, Events):
         batches = (self._now, *self._ahead, *self._handed)
         like = next((batch for batch in batches if batch is not None and storages and batch.is_in(storages)), None)
         if like is not None:
+            # a forward of these numbers, which lie in no batch, is then of that batch
             self._drawn_like = None if like is self._now else like
             return like.dealt.local
         if self._over and not (self._ahead or (self._now is not None and self._now.awaits)):
             return None
         waiting = self._waiting()
-        if len({batch.dealt for batch in waiting}) > 1:
+        if len({batch.dealt for batch in waiting}) > 1:  # of other sizes: only one that has as many samples
             waiting = [batch for batch in waiting if fits(batch.dealt.local.count)]
         return waiting[0].dealt.local if waiting else part
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """A number of the memory in which a tensor lies."""
+    """Returns a number that is the same for tensors in one storage."""
     plain = tensor.layout is torch.strided and not tensor.is_meta
     return tensor.untyped_storage()._cdata if plain else id(tensor)

@@ -69,7 +69,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings."""
+    """Returns a new optimizer of the same class and settings over these groups."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
@@ -86,7 +86,7 @@ Kind = tuple[torch.Size, bool]  # of a parameter: its shape, and whether it is c
 
 
 def nature_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], kinds: Sequence[Sequence[Kind]]) -> Nature:
-    """Returns what the update needs (elements, tensors or all), by a trial of each group's settings."""
+    """Returns the `Nature` of the group whose update needs most (elements, tensors or all), by a trial of each."""
     found = []
     for group, of_group in zip(groups, kinds, strict=True):
         if of_group:
@@ -105,7 +105,7 @@ def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> OptimizerFn:
 
 
 def makes_of(optimizer: Optimizer) -> list[OptimizerFn]:
-    """Returns what makes an optimizer like this one, with the settings of each of its groups."""
+    """Returns, for each group, a function of parameters that makes an optimizer of this class with its settings."""
     return [_flat(optimizer, _settings(group)) for group in optimizer.param_groups]
 
 
@@ -113,7 +113,8 @@ def adopt(
     optimizer: Optimizer, groups: list[list[str]], all_names: list[list[str]], engine: Engine,
     shapes: dict[str, torch.Size], nature: Nature, *, whole: bool,
 ) -> OwnedMasters | None:  # fmt: skip
-    """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none.
+    """Point the optimizer at this rank's pieces, in place; returns the whole weights that this rank owns, where the
+    update needs whole tensors, else None. Raises `RefusedPlan` for an optimizer that cannot run on pieces.
 
     all_names   by group, of what was frozen at `prepare` too
     whole   every piece is a whole parameter
@@ -126,9 +127,9 @@ def adopt(
         owners = OwnedMasters(cast(PieceSlots, technique), names, wholes, axis, engine.state.tensor)
     held = held_pieces(technique, owners, names)
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
-    state: dict[Any, Any] = {}
     in_plan = [[name in shapes for name in group] for group in all_names]
-    if whole:
+    state: dict[Any, Any] = {}
+    if whole:  # frozen parameters stay in their groups, and the state so far with its parameter
         triples = zip(optimizer.param_groups, pieces, in_plan, strict=True)
         pieces = [_with_frozen(group["params"], of_group, mine) for group, of_group, mine in triples]
         olds = [param for group in optimizer.param_groups for param in group["params"]]
@@ -150,7 +151,7 @@ def adopt(
 def held_pieces(
     technique: DataParallel, owners: OwnedMasters | None, names: list[str]
 ) -> dict[str, list[nn.Parameter]]:  # fmt: skip
-    """Returns what this rank's optimizer holds of each parameter: its pieces, or the whole of those that it owns."""
+    """Returns {name: this rank's pieces of that parameter}; with `owners` [the whole one], of those that it owns."""
     if owners is not None:
         return {names[index]: [master] for index, master in owners.masters.items()}
     held: dict[str, list[nn.Parameter]] = {}
@@ -171,7 +172,7 @@ def retire(optimizer: Optimizer) -> None:
 
 
 def _with_frozen(given: list[nn.Parameter], pieces: list[nn.Parameter], in_plan: list[bool]) -> list[nn.Parameter]:
-    """A group's parameters in their order: what is in the plan, and between them the frozen ones as they are."""
+    """Returns a group's parameters in their order: pieces of those in the plan, frozen ones as they are."""
     masters = iter(pieces)
     return [next(masters) if mine else param for param, mine in zip(given, in_plan, strict=True)]
 

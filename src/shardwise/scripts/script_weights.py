@@ -48,7 +48,7 @@ _GRAD = torch.Tensor.grad
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """What the script's own code is given of a parameter.
+    """What the script's own code reads of a parameter.
 
     gradient    "own": as it lies there; "later": likewise, once ranks have added up; "whole": gathered; "never":
                 raises; "successor": of the parameter that took its place
@@ -64,7 +64,7 @@ _PIECES = {"share", "sharded", "pairs"}
 
 
 class ScriptWeights:
-    """Answers for the parameters of one model, and for what its optimizer holds of them."""
+    """Answers the script's reads of one model's parameters, and of its optimizer's pieces of them."""
 
     def __init__(self, prepared: Any, engine: Engine, whole: Any, cuts: set[str]) -> None:
         """Answer for the parameters of a model that is being prepared, from here on.
@@ -94,7 +94,7 @@ class ScriptWeights:
                 param.__class__ = self.kind(nn.Parameter, ParameterUse(gradient, values))
 
     def kind(self, base: type, use: ParameterUse) -> type:
-        """Returns the class of parameters of this use."""
+        """Returns the subclass of `base` for parameters of this use, made once."""
         if use == ParameterUse():
             return base
         if (base, use) not in self._kinds:
@@ -102,7 +102,7 @@ class ScriptWeights:
         return self._kinds[base, use]
 
     def retire(self, left: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Let parameters that the model had before the plan put others in their place answer as those: a script may
+        """Let parameters that the plan replaced, each beside its successor, answer as those: a script may
         have kept them in a list.
         """
         once = {id(param): (param, successor) for param, successor in left}  # a tied one has several names
@@ -126,7 +126,7 @@ class ScriptWeights:
         return self._calls.in_forward or _in_backward()
 
     def gradient(self, param: Any, use: str) -> torch.Tensor | None:
-        """Returns `param.grad`. Collective where it is gathered."""
+        """Returns what `param.grad` gives the script, by `use` (`ParameterUse.gradient`). Collective where gathered."""
         if use == "successor":
             return param.__dict__["successor"].grad if not self.gate.is_open else _GRAD.__get__(param)
         if self._passes_gradient(use):
@@ -149,11 +149,11 @@ class ScriptWeights:
             self._gradients.set(param, value)
 
     def _passes_gradient(self, use: str) -> bool:
-        """Whether it is not the script's own code that asks for a gradient; FSDP swaps parameters in a forward."""
+        """Whether torch answers `param.grad` itself: the engine reads, or the model runs (FSDP swaps parameters)."""
         return self.gate.is_open or (use != "never" and self._runs())
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of torch of these parameters."""
+        """Returns what a function of torch gives for these arguments, parameters among them."""
         name = getattr(func, "__name__", "")
         again = _in_backward() and any(isinstance(one, DTensor) for one in tensors_in((args, kwargs)))
         if (self.gate.is_open and not again) or name == "__hash__":  # else by the script: FSDP's own reads no values
@@ -181,7 +181,7 @@ class ScriptWeights:
         return func(*args, **kwargs)
 
     def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments, whose parameters get a gradient that counts once."""
+        """Returns (args, kwargs) in which a parameter's gradient counts once, though every rank computes it."""
         if func is torch.autograd.grad:
             refuse(RefusedPlan(TAKEN))
         axes = self._once if self._runs() else (*self._once_beside, *self._once)
@@ -207,6 +207,8 @@ def _cut(whole: weakref.ref[Any], piece: weakref.ref[Any]) -> Callable[[torch.Te
 
 
 def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights]) -> type:
+    """Returns a subclass of a parameter's class whose `grad`, and functions of it, ask `ScriptWeights` by `use`."""
+
     class ScriptWeight(base):
         script_use = use
 
@@ -235,7 +237,7 @@ def _kind(base: Any, use: ParameterUse, weights_ref: weakref.ref[ScriptWeights])
 
         @staticmethod
         def answers_as_complex() -> bool:
-            """Whether it is the script's own code that asks now."""
+            """Whether the script's own code reads the parameter now, so that complex numbers are shown as such."""
             weights = weights_ref()
             return weights is not None and weights.is_asked
 
@@ -260,7 +262,7 @@ class OptimizerGuard:
         self._masters: list[nn.Parameter] = []
 
     def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
-        """Guard from here on what an optimizer holds beside the model's own parameters; `state`: its state too."""
+        """Guard an optimizer's pieces from the script's reads, from here on; `state`: its state too."""
         if state and not isinstance(optimizer.state, StateOfPieces):
             optimizer.state = StateOfPieces(self._gate, optimizer.state)
         own = {id(param) for param in model.parameters()}
@@ -270,7 +272,7 @@ class OptimizerGuard:
             master.__class__ = self._kind
 
     def leave(self) -> None:
-        """Stop guarding: the optimizer or the engine goes to work, or whole tensors take the pieces' place."""
+        """Stop guarding the pieces: the optimizer or the engine uses them now, or whole tensors take their place."""
         for master in self._masters:
             master.__class__ = nn.Parameter
         self._masters = []
@@ -314,7 +316,7 @@ class StateOfPieces(defaultdict[Any, Any]):
 
 
 class OfPieces(torch.autograd.Function):
-    """A whole weight; each rank takes its piece of what comes back."""
+    """Forward gives a whole weight for a piece; backward gives the piece its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, values: torch.Tensor, weights: Any) -> torch.Tensor:
@@ -352,7 +354,7 @@ def assign(trained: tuple[FullShard, int] | None, of_unit: Any, param: DTensor, 
 
 
 def _take_up(of_unit: Any) -> None:
-    """Let FSDP take up a shard's other memory, also while the script has it under another name (pruning)."""
+    """Make FSDP use a shard's new memory, also while the script has it under another name (pruning)."""
     within, leaf = of_unit._module_info.module._parameters, of_unit._module_info.param_name
     stands, within[leaf] = leaf in within, of_unit.sharded_param
     of_unit.reset_sharded_param()

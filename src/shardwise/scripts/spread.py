@@ -60,7 +60,7 @@ def wait_for_call(model: nn.Module, spread: Spread) -> None:
 
 
 def refuse_transform() -> None:
-    """Raise `RefusedPlan` within a transform of torch.func: its tensors have no memory that others could be sent."""
+    """Raise `RefusedPlan` inside a transform of torch.func, whose tensors have no memory that could be sent."""
     if transforming():
         raise RefusedPlan(
             "the model is called inside a transform of torch.func (vmap, grad, jacrev, ...), where ranks cannot meet, "
@@ -71,7 +71,7 @@ def refuse_transform() -> None:
 
 @contextmanager
 def thawed(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
-    """Within it these parameters require gradients, as at `prepare`: a script may hold them still for one forward (an
+    """Context: these parameters require gradients, as at `prepare`: a script may hold them still for one forward (an
     attack on its inputs, samples drawn by a gradient), by which the model is spread and looked at all the same.
     """
     still = [name for name, param in model.named_parameters() if name in trained and not param.requires_grad]
@@ -89,7 +89,7 @@ def _set_trained(model: nn.Module, names: Collection[str], trained: bool) -> Non
 
 
 def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:
-    """Rank 0's arguments, on the CPU of every rank. Collective."""
+    """Returns (args, kwargs) of rank 0's call, tensors on the CPU, on every rank. Collective."""
     leaves, spec = tree_flatten(tree_map_only(torch.Tensor, plain, (args, kwargs)))
     mine = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sparse = next((leaf for leaf in mine if leaf.layout is not torch.strided), None)
@@ -111,6 +111,7 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
 
 
 def _of_rank_0(tensor: torch.Tensor, told: tuple[list[int], str], world: Axis, device: torch.device) -> torch.Tensor:
+    """Returns rank 0's tensor, on the CPU of every rank; `told`: its shape and dtype. Collective."""
     shape, dtype = told[0], getattr(torch, told[1].removeprefix("torch."))
     sent = tensor.detach().to(device) if world.index == 0 else torch.empty(shape, dtype=dtype, device=device)
     flat = sent.contiguous().reshape(-1)
@@ -132,7 +133,7 @@ def check_cuts(cuts: Mapping[str, Any], world: Axis, device: torch.device) -> No
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returned: in tuples, lists, dicts, registered pytrees and dataclasses."""
+    """Yields the tensors in what a model returned: in tuples, lists, dicts, registered pytrees and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
         return
@@ -149,7 +150,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 
 def total_of(output: Any) -> torch.Tensor:
-    """Returns one number made of every floating-point output, in place of the script's loss where cuts are tried."""
+    """Returns a scalar made of every floating-point output, in place of the script's loss where cuts are tried."""
     floats = [t for t in tensors_of(output) if t.is_floating_point()]
     if not floats:
         raise InputError(
@@ -173,7 +174,7 @@ Call = tuple[tuple, dict[str, Any]]
 
 
 class Named:
-    """A model's call as one dict of its arguments by the names of its forward, and back."""
+    """Converts a model's (args, kwargs) into one dict by the names of its forward's arguments, and back."""
 
     def __init__(self, model: nn.Module):
         kinds = inspect.Parameter
@@ -220,7 +221,7 @@ class Door:
         self._cuts = {name: cuts for name, cuts in zip(positions.names, positions.cuts, strict=True) if cuts}
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, str]:
-        """Returns (the call with this rank's shares, a notice); tensors with too few positions stay whole."""
+        """Returns ((args, kwargs) with this rank's shares, a notice or ""); tensors of too few positions stay whole."""
         paths, spec = tree_flatten_with_path(self._named.of(args, kwargs))
         leaves = [self._share(name_of(path), leaf) for path, leaf in paths]
         notice = ""
@@ -233,6 +234,7 @@ class Door:
         return self._named.back(tree_unflatten(leaves, spec), len(args)), notice
 
     def _share(self, name: str, leaf: Any) -> Any:
+        """Returns this rank's share of the argument `name`; itself where it is no tensor, not cut, or too short."""
         cuts = self._cuts.get(name)
         if isinstance(leaf, Distributed) and leaf.axis.positions and leaf.axis not in self._positions.axes:
             raise InputError(
@@ -259,7 +261,7 @@ def _let_out(part: Part) -> torch.Tensor:
 
 
 class _Leaves(torch.autograd.Function):
-    """A part as it is; a gradient that was computed whole on every rank comes back to the model as shares."""
+    """Returns a part as it is; backward cuts a gradient that every rank computed whole into the part's shares."""
 
     @staticmethod
     def forward(ctx: Any, part: Part) -> torch.Tensor:

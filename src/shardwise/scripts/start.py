@@ -137,7 +137,7 @@ def device_of(model: nn.Module, asked: str | torch.device | None) -> torch.devic
 
 
 def waits_for_call(plan: Plan) -> bool:
-    """Whether what the plan cuts is derived from the model's first call in training."""
+    """Whether the plan's cuts are derived from the model's first call in training (tp, ep, cut positions)."""
     return plan.tp > 1 or plan.ep > 1 or plan.cut_positions > 1
 
 
@@ -150,7 +150,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:
-    """The plan at the model's own precision, where it does not ask for one."""
+    """Returns the plan, with the model's own precision where it names none; `RefusedPlan` for parameters of two."""
     numbers = (param.dtype for param in model.parameters() if param.is_floating_point() or param.is_complex())
     dtypes = {dtype.to_real() for dtype in numbers}
     if len(dtypes) > 1:
@@ -175,7 +175,7 @@ def make_engine(
     model: nn.Module, plan: Plan, mesh: Mesh, branches: Any, seed: int, spatial: Domain | None,
     call: tuple[tuple, dict] | None, samples: int | None,
 ) -> Engine:  # fmt: skip
-    """The engine over a module that exists: its weights are constants of its construction.
+    """Returns the engine over a module that exists already; a task is made whose constructor returns it.
 
     call     (args, kwargs) of the model, on the CPU and the same on every rank, where cuts are derived from them
     samples  that they hold, where it is known

@@ -23,7 +23,7 @@ Table = MutableMapping[int, Callable]
 
 
 def _tables(optimizer: Optimizer) -> tuple[list[Table], list[Table]]:
-    """Returns the tables of hooks before a step and after it, each in the order in which torch goes through them."""
+    """Returns (tables of hooks before a step, tables of those after it), as torch goes through them."""
     before = [torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]
     return before, [optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks]
 
@@ -33,7 +33,7 @@ def _is_of_script(hook: Callable) -> bool:
 
 
 def hooks_around(optimizer: Optimizer) -> tuple[list[Callable], list[Callable]]:
-    """Returns the script's hooks before and after the step, those of all optimizers too."""
+    """Returns (the script's hooks before the step, those after it), hooks of all optimizers among them."""
     before, after = (
         [h for table in tables for h in table.values() if _is_of_script(h)] for tables in _tables(optimizer)
     )

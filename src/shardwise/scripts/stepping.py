@@ -55,7 +55,7 @@ class Stepping(OverRanks):
     @property
     @abstractmethod
     def notices(self) -> list[str]:
-        """Notices about this run, in words, for whoever reads the script's output."""
+        """Returns notices about this run, as sentences for whoever reads the script's output."""
 
     def _begin(self) -> None:
         """Start a step: sums of losses, weights and counts are zero."""
@@ -113,10 +113,12 @@ class Stepping(OverRanks):
         stands_in = part is not None and part.count == 0 and not self._of_whole_batches
         if self.side is not None:
             self.side.apart(self, loss)
+        # a stand-in runs the same backward, for its collectives, with a loss of 0
         factor = self._factor(form, 0.0 if stands_in else mean_over, part) * (not stands_in)
         weights = [script._weight(form, weight, stands_in) for script in together]
         with ExitStack() as inside:
             for script in together:
+                # buckets are reduced once in a step; FSDP2 reduces in every backward
                 last = script._micro + 1 == script.plan.accumulate or isinstance(script.engine.technique, FullShard)
                 inside.enter_context(script._asking)
                 script.engine.technique.start_micro_batch(last=last)
@@ -127,6 +129,7 @@ class Stepping(OverRanks):
         total = (loss.detach() if not loss.dim() else loss.detach().reshape(())) * factor
         for script, counted in zip(together, weights, strict=True):
             script._count(Loss(total, counted), stands_in, part)
+        # with one micro-batch the step's control row has its loss already; else it takes a collective of its own
         told = self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
         for script in together:
             if script.side is not None:
@@ -134,7 +137,7 @@ class Stepping(OverRanks):
         return told
 
     def _part_of(self, loader: PartLoader | None) -> Share | None:
-        """Which samples of a batch count on this rank; None where that is not known."""
+        """Returns the samples of the current batch that count on this rank; None where that is not known."""
         if loader is None:
             dealt = self.calls.of_loss
             return dealt.part if dealt is not None else None
@@ -143,7 +146,7 @@ class Stepping(OverRanks):
         return loader.part
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
-        """This model and the others that one loss trains."""
+        """Returns [this model, *also], which one loss trains; `InputError` where their plans do not fit."""
         for other in also:
             if not isinstance(other, Stepping) or other is self:
                 raise InputError("prepared.backward: also= takes what prepare returned for other models of the loss")
@@ -166,7 +169,7 @@ class Stepping(OverRanks):
         self._open_step()
 
     def _count(self, loss: Loss, stands_in: bool, part: Share | None) -> None:
-        """After a backward: add it up, and complete the step with the plan's last one."""
+        """Add a micro-batch's loss to the step's sums after its backward; the last one completes gradients."""
         tally = self._tally
         assert tally is not None
         with self._gate.open():
@@ -181,7 +184,7 @@ class Stepping(OverRanks):
 
     @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Stands for `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: the norm over all ranks."""
+        """Stands for `nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: returns the norm over all ranks."""
         self._passes("prepared.clip_grad_norm_(...)")
         self._flush()
         if self._tally is None:
@@ -199,7 +202,7 @@ class Stepping(OverRanks):
         return torch.tensor(self.grad_norm, dtype=torch.float64)
 
     def are_whole(self) -> bool | None:
-        """Returns whether this step's gradients are those of all ranks; None where none came yet."""
+        """Returns whether this step's gradients are summed over ranks by now; None where no backward has come yet."""
         return None if self._tally is None else self._finished
 
     @property
@@ -210,6 +213,7 @@ class Stepping(OverRanks):
     # --- a step
 
     def _open_step(self) -> None:
+        """Begin a step, or go on with one; a finished one whose gradients are still there is set aside and added to."""
         self._refuse_stray("prepared.backward")
         if self._finished and self._cleared():
             self._discard()
@@ -226,7 +230,7 @@ class Stepping(OverRanks):
                 self._tally.used.append(self._earlier.used)  # what they reached has a gradient in this step
 
     def _set_aside(self) -> None:
-        """Another backward comes before `zero_grad()`: its gradients are added to those of this one. Collective."""
+        """Set this step's gradients aside: a backward without `zero_grad()` adds to them. Collective."""
         if self._form == "weight" and not self._stepped:
             self._refuse_weights()
         with self._gate.open():
@@ -242,6 +246,7 @@ class Stepping(OverRanks):
         return bool(gather_rows(row_of([float(mine)], self.mesh.device), self.mesh.world).all())
 
     def _refuse_stray(self, call: str) -> None:
+        """Raise `InputError` for `call` within `whole()`, or beside gradients of a backward that was not the plan's."""
         if self.whole_is_open:
             raise InputError(f"{call} within prepared.whole(): call it after the end of the with block")
         if self.calls.stray:
@@ -291,6 +296,7 @@ class Stepping(OverRanks):
 
     @names_line
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Returns the result of `inner`, the optimizer's own step, run over this rank's pieces. Collective."""
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
         if self.whole_is_open:
@@ -330,7 +336,7 @@ class Stepping(OverRanks):
                 self.side.before(self)
             aside = self._pieces or engine.state.tier is not None  # which step over a part of the weights
             hooks = hooks_around(self.optimizer) if aside and self._usable else ([], [])
-            if hooks[0]:
+            if hooks[0]:  # the script's hooks see whole gradients; what they change goes back into the pieces
                 run_hooks(self.optimizer, hooks[0], lambda: self.whole(grads=True))
                 with self._gate.open():
                     self._whole_gradients.put_back()
@@ -363,7 +369,7 @@ class Stepping(OverRanks):
         return inner()
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
-        """The loss of a closure summed over all ranks, so that a line search sees the same number on each."""
+        """Returns a closure's loss over all ranks, so that a line search sees the same number on each. Collective."""
         self.engine.technique.publish()
         with torch.enable_grad():
             closure()
@@ -372,10 +378,11 @@ class Stepping(OverRanks):
 
     @names_line
     def _discard(self, *, of_optimizer: bool = False) -> None:
-        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: those that it trains.
+        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: of weights that it trains alone.
 
         Weights that another optimizer trains keep their gradients until it takes them away.
         """
+        # one of several optimizers of the model: only its weights' gradients go
         others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
         if others and self._tally is not None and not self.calls.stray:
             self._flush()
@@ -389,13 +396,13 @@ class Stepping(OverRanks):
             return
         if self._tally is not None and not self._finished:
             self._flush()  # what was launched is waited for
-        self._earlier = None
+        self._earlier = None  # gradients of a backward before this one, which would have been added
         self._forget()
         if self._whole_weights is not None:
             self._whole_weights.forget_gradients()
 
     def _forget(self) -> None:
-        """Start over, with no gradients."""
+        """Begin a new step, without gradients, sums or a result."""
         with self._gate.open():
             self.engine.technique.start_step()
             self._whole_gradients.forget()
@@ -408,5 +415,5 @@ _SKIP = "look for numbers of the batch that are not finite, or leave such a step
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's elements."""
+    """Returns a DTensor's elements on this rank; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

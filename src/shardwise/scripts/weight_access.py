@@ -67,16 +67,16 @@ class WeightAccess(ABC):
     @property
     @abstractmethod
     def engine(self) -> Engine:
-        """The `Engine` that runs the plan."""
+        """Returns the `Engine` that runs the plan."""
 
     @property
     def held_in_pieces(self) -> Engine | None:
-        """The engine, where ranks hold pieces of weights and state."""
+        """Returns the engine where ranks hold pieces of weights or state; else None."""
         return self._engine if self._pieces else None
 
     @property
     def in_pieces(self) -> Engine | None:
-        """The engine, where the model's own tensors are not the whole weights in full precision."""
+        """Returns the engine where the model's own tensors are not whole weights in full precision; else None."""
         return self._copied_from
 
     @property
@@ -99,7 +99,7 @@ class WeightAccess(ABC):
             yield
 
     def whole_state(self, what: str) -> dict[str, torch.Tensor]:
-        """Whole weights and buffers, on the CPU of every rank. Collective."""
+        """Returns {name: whole tensor on the CPU} of weights and buffers, on every rank. `what`: this call."""
         if not self.whole_is_open:
             self.meet(what)
         if self.whole_is_open or self._engine is None:
@@ -116,12 +116,12 @@ class WeightAccess(ABC):
 
     @names_line
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's whole weights and buffers, on the CPU of every rank. Collective."""
+        """Returns {name: whole tensor on the CPU} of the model's weights and buffers, on every rank. Collective."""
         return self.whole_state("state_dict()")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Context: the engine reads weights, as the script has written them."""
+        """Context: the engine may read the script's weights; what the script wrote into them is taken over first."""
         if self.whole_is_open:  # what ranks hold is what it was before
             raise InputError("weights or state are saved within prepared.whole(): save after the end of the with block")
         self.settle()
@@ -130,19 +130,19 @@ class WeightAccess(ABC):
             yield
 
     def meet_with(self, what: str, given: Any) -> None:
-        """Wait until every rank makes this call; raises where some do not, or give it other values."""
+        """Wait until every rank makes the call `what`; raises where some do not, or `given` differs between ranks."""
         if self.meeting is not None:
             self.meeting.enter(what)
             with self._gate.open(), self._state_gate.open():
                 same_given(what, given, self.mesh.world, self.mesh.device)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
-        """Whole weights and buffers into the model, on every rank; `model.load_state_dict(state)` calls this."""
+        """Load whole weights and buffers, alike on every rank; returns missing and unexpected keys. Collective."""
         return self._load("", state, strict)
 
     @names_line
     def _load(self, path: str, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
-        """Load `state` into the submodule at `path`; names are relative to it. Collective."""
+        """Load `state`, by names within the submodule at `path`; returns missing and unexpected keys. Collective."""
         if not self.whole_is_open:
             self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
         if self._engine is None or self.whole_is_open:
@@ -161,7 +161,7 @@ class WeightAccess(ABC):
 
     @names_line
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Whole values, in the order of `model.parameters()`, for an average or a look: changing them has no effect.
+        """Yields whole values in the order of `model.parameters()`, for an average or a look; changes have no effect.
 
         Collective: every rank goes through all of them. One is whole at a time.
         """
@@ -179,12 +179,12 @@ class WeightAccess(ABC):
             yield whole
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """The model's buffers, as `model.buffers()` gives them."""
+        """Yields the model's buffers, as `model.buffers()` does."""
         return self.model.buffers()
 
     @names_line
     def save_weights(self, path: str | Path) -> None:
-        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
+        """Write whole weights and buffers as one safetensors file, by rank 0. Collective."""
         self.meet("save_weights(...)")
         with self._reading():
             weights_out.save_weights(self.engine.state, path)
@@ -199,7 +199,7 @@ class WeightAccess(ABC):
     # --- what the script does to the optimizer's pieces
 
     def _watch_pieces(self) -> None:
-        """The script's own code runs, on weights that are up to date."""
+        """Begin to watch for the script's writes into pieces, as its own code runs again on published weights."""
         engine = self._engine
         if engine is None:
             return
@@ -210,7 +210,7 @@ class WeightAccess(ABC):
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Context: the optimizer finds its own pieces in its groups."""
+        """Context: the optimizer's groups hold its own pieces, without a guard."""
         if self._engine is not None:
             self._optimizer_guard.leave()
         with self._gate.open():
@@ -223,7 +223,7 @@ class WeightAccess(ABC):
             self.engine.technique.written = True
 
     def _take_written(self) -> None:
-        """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
+        """Copy what the script wrote into the model's weights into the optimizer's own tensors (masters)."""
         if self._engine is None or self._whole_weights is None:  # masters are the model's own parameters
             return
         technique, owners = self._engine.technique, self._engine.state.owners
@@ -238,17 +238,17 @@ class WeightAccess(ABC):
                 technique.written = False
 
     def settle_state(self) -> None:
-        """Let the state that the optimizer was given lie in its tier, where the plan has one."""
+        """Move loaded optimizer state into its tier (host memory, a file), where the plan has one."""
         if self._engine is not None and self._engine.state.tier is not None:
             self._engine.state.tier.settle_all()
 
     def settle(self) -> None:
-        """Raise where another parameter stands in the place of one of the plan's."""
+        """Raise `InputError` where the script has put another parameter in the place of one that the plan trains."""
         if self._settles and not self.whole_is_open:  # whose stand-ins are in the places for a while
             self._first.places.check()
 
     def compare(self) -> None:
-        """Raise where what ranks hold alike has come apart since it was last compared. Collective."""
+        """Raise where weights or buffers that ranks should hold alike differ. Collective."""
         self.settle()  # else a rank's own pieces are ahead of the others'
         with self._gate.open():
             self._first.again()
@@ -267,7 +267,7 @@ def hold(prepared: WeightAccess, *, whole: bool) -> None:
 
 
 def _loading(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..., Any]:
-    """The `load_state_dict` that is put on a module; a deep copy of the module keeps its own."""
+    """Returns the `load_state_dict` to put on a module; a deep copy of it, which gets this too, loads by its own."""
 
     def load(module: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
         if module is not known:
@@ -280,10 +280,11 @@ def _loading(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
 
 def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..., Any]:
-    """The `state_dict` that is put on a module: whole tensors. Collective."""
+    """Returns the `state_dict` to put on a module, which returns whole tensors. Collective."""
 
     @names_line
     def state_dict(module: nn.Module, *args: Any, **options: Any) -> dict[str, Any]:
+        # a copy's, the engine's own read, or weights that are whole in their places: torch's own answer is right
         if module is not known or prepared._state_gate.is_open or prepared._engine is None or prepared.whole_is_open:
             return type(module).state_dict(module, *args, **options)
         asked = {"destination": None, "prefix": "", "keep_vars": False, **options}
@@ -307,7 +308,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
 
 def _near(whole: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the tensors on the device, which a script computes with; what would fill it stays on the host."""
+    """Returns the tensors by name on the device; on the host where they exceed an eighth of its memory."""
     room = None if on_host(device) else memory_bytes(device)
     if on_host(device) or (room is not None and sum(each.nbytes for each in whole.values()) > room // 8):
         return whole
@@ -320,7 +321,7 @@ _OF_FSDP = "__composable_api"
 
 
 class Copies:
-    """What `copy.deepcopy` makes of one model's modules. Made before anything is changed in them."""
+    """Makes `copy.deepcopy` of a model's modules give plain modules with whole weights. Made before these change."""
 
     def __init__(self, model: nn.Module, prepared: Any) -> None:
         self._model, self._prepared = weakref.ref(model), weakref.ref(prepared)
@@ -355,7 +356,7 @@ class Copies:
         return made
 
     def _whole(self, module: nn.Module) -> dict[int, Any]:
-        """By id, what stands in a copy for each parameter, and for each buffer of which this rank holds a part."""
+        """Returns {id of a parameter, or of a buffer that is a part: the whole tensor that a copy has in its place}."""
         prepared, model = self._prepared(), self._model()
         engine = prepared.in_pieces if prepared is not None and not prepared.whole_is_open else None
         weights: dict[str, torch.Tensor] = {}

@@ -44,7 +44,7 @@ _TAG = "loss inputs"
 
 
 class _OfAllSamples(torch.autograd.Function):
-    """The tensor itself; backward gathers along `dim` what each rank's samples ask of it."""
+    """Returns the tensor itself; backward gathers along `dim` the gradients of each rank's samples."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, dim: int, counts: tuple[int, ...], data: Axis) -> torch.Tensor:
@@ -60,7 +60,7 @@ class _OfAllSamples(torch.autograd.Function):
 
 @contextmanager
 def _told(whole: WholeBatch | None, inputs: Any) -> Iterator[None]:
-    """Context of a backward: where it fails, and is by an output of the model, raises `RefusedPlan` that says why."""
+    """Context of a backward: where it fails with an output of the model among `inputs`, raises `RefusedPlan` for it."""
     try:
         yield
     except RuntimeError:
@@ -105,7 +105,7 @@ class WholeBatch:
             finalize(self, watch_backwards(lambda roots, graph, inputs: _told(here(), inputs))).atexit = False
 
     def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
-        """Returns the call on this rank's samples, which may be more or fewer than the batch's (two views of each)."""
+        """Returns (args, kwargs) cut to this rank's samples, perhaps another number than the batch's (two views)."""
         call = (args, kwargs)
         try:
             total, places = samples_in(call, name="the model's arguments"), Places(None, 0)
@@ -128,13 +128,13 @@ class WholeBatch:
         return places.cut(call, mine.local.start, mine.local.start + mine.local.count)
 
     def _from_whole_batch(self, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """An argument whose gradient arrives for all samples, as the script may read it (an attack, a penalty)."""
+        """Returns an argument whose gradient is gathered for all samples, as a script may read it (an attack)."""
         if dim is None or not leaf.requires_grad or isinstance(leaf, Distributed):
             return leaf
         return _OfAllSamples.apply(leaf, dim, self._counts, self._data)
 
     def leave(self, output: Any) -> Any:
-        """The model's output for all samples. Collective."""
+        """Returns the model's output for all samples, gathered from ranks, in its own class. Collective."""
         leaves, spec = tree_flatten(dict(output) if isinstance(output, Mapping) else output)
         if self.dims is None or len(self.dims) != len(leaves):
             places = Places(self.local.count, 0, more=False)
@@ -145,6 +145,7 @@ class WholeBatch:
         return in_class_of(output, tree_unflatten(gathered, spec))
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:
+        """Returns one output leaf for all samples; without samples (`rows` None) itself, its gradient summed."""
         if not isinstance(leaf, torch.Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf

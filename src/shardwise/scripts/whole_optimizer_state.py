@@ -30,7 +30,7 @@ States = dict[str, dict[str, Any]]  # parameter -> its state, whole
 
 
 def open_doors(prepared: Any) -> None:
-    """The methods of the script's optimizer do what they say, or raise; so does the model's `zero_grad`."""
+    """Replace methods of the script's optimizer, and the model's `zero_grad`, to act as in one process or raise."""
     optimizer = prepared.optimizer
     kind, inner = type(optimizer), optimizer.step
 
@@ -59,6 +59,7 @@ def open_doors(prepared: Any) -> None:
 
     @names_line
     def load_state_dict(self: Optimizer, state: Mapping[str, Any]) -> None:
+        """Stands for the optimizer's own: each rank takes its pieces of whole state."""
         _refuse_in_whole(prepared, "optimizer.load_state_dict(...)")
         prepared.meet_with("optimizer.load_state_dict(...)", dict(state))
         engine = prepared.held_in_pieces
@@ -78,7 +79,7 @@ def open_doors(prepared: Any) -> None:
 
 
 def _switching(prepared: Any, change: Callable[[Optimizer], Any]) -> Callable[[], Any]:
-    """A mode of the optimizer, entered on this rank's pieces as a step is."""
+    """Returns a function that switches the optimizer's mode by `change`, on this rank's pieces as a step is taken."""
 
     @names_line
     def switched() -> Any:
@@ -106,7 +107,7 @@ def holds_pieces(plan: Plan) -> bool:
 
 
 def states_of(optimizer: Optimizer, names: list[list[str]]) -> States:
-    """Returns each parameter's optimizer state from before `prepare`, while the optimizer still holds whole ones."""
+    """Returns {name: the parameter's optimizer state} from before `prepare`, for whole parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     of_groups = [name for group in names for name in group]
     return {
@@ -117,7 +118,7 @@ def states_of(optimizer: Optimizer, names: list[list[str]]) -> States:
 
 
 def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> dict[str, Any]:
-    """The state as one process's `state_dict` has it. Collective."""
+    """Returns {"state", "param_groups"} as one process's `state_dict` has them: whole tensors by number. Collective."""
     number_of = {name: number for number, name in enumerate(name for group in names for name in group)}
     state: dict[Any, Any] = {}
     for name, found in engine.full_optimizer_state():
@@ -132,7 +133,7 @@ def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> d
 
 
 def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, list[dict[str, Any]], dict[Any, Any]]:
-    """(state by parameter, options of each group, state that belongs to none) of a whole `state_dict`."""
+    """Returns (state by parameter's name, options of each group, state of no parameter) of a whole `state_dict`."""
     groups, of_groups = whole["param_groups"], [len(group) for group in names]
     saved = [len(group["params"]) for group in groups]
     if saved != of_groups:
@@ -178,13 +179,14 @@ def put(
 def _piece_of(
     state: RankState, name: str, master: torch.Tensor, param_state: dict[str, Any], whole: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """What this rank keeps of one parameter's state; `whole`: data ranks do not share the parameter."""
+    """Returns one parameter's state by key, tensors cut to this rank's piece; `whole`: data ranks do not cut it."""
     index = state.names.index(name)
     shape = state.shapes()[name]
     for spread in (state.experts, state.tensor):
         shape = shape if spread is None else spread.full_shape(name, shape)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's piece of a tensor in the parameter's shape; a copy of one number, or of an owner's."""
         if tensor.shape == shape and state.owners is None:
             share = share_of(state, name, tensor)
             if not whole:
@@ -203,7 +205,7 @@ def _piece_of(
 
 
 def share_of(state: RankState, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """Returns what tp and ep leave this rank of a whole tensor of the parameter `name`."""
+    """Returns this rank's share, over tp and ep, of a whole tensor shaped as the parameter `name`."""
     value_of: Any = lambda _: whole  # noqa: E731
     value_of = value_of if state.tensor is None else state.tensor.local_values(value_of)
     value_of = value_of if state.experts is None else state.experts.local_values(value_of)

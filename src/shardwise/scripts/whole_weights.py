@@ -135,7 +135,7 @@ class WholeWeights:
     # --- functions of torch
 
     def outside(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of pieces for the script's own code, while `whole()` is closed; raises `RefusedPlan`."""
+        """Returns what `func` gives for pieces in the script's code outside of `whole()`; or raises `RefusedPlan`."""
         if self.is_open:  # pieces that the script took up outside
             args, kwargs = replaced(torch.Tensor, self._standing_for, (args, kwargs))
             return func(*args, **kwargs)
@@ -155,7 +155,7 @@ class WholeWeights:
         return self._computed(func, args, kwargs)
 
     def _computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns a function of whole weights; raises where it gives the script a view, which would be of a copy."""
+        """Returns `func` of whole weights in place of pieces; `RefusedPlan` for a view, which would be of a copy."""
         self._script.meet("a weight that is read outside of its unit's forward")
         copies = set[int]()
 
@@ -186,7 +186,7 @@ class WholeWeights:
         return with_summed_gradient(whole, (*beside, *self._script.mesh.inner))
 
     def taken(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns `torch.autograd.grad` within a backward by pieces, which a unit that ran again there has gathered."""
+        """Returns `torch.autograd.grad`'s tuple, for pieces; within units that have gathered weights again too."""
         alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
         pieces = [inputs] if alone else list(inputs)
         units = [self._in_units.get(id(piece)) for piece in pieces]
@@ -257,6 +257,7 @@ class WholeWeights:
         self._open(*asked)
 
     def _open(self, grads: bool, state: bool) -> None:
+        """Gather what was asked for and put stand-ins into the places of pieces. Collective."""
         script = self._script
         if self.is_open:
             raise InputError("prepared.whole() within prepared.whole(): everything is whole already")
@@ -281,14 +282,14 @@ class WholeWeights:
         self._empty()
 
     def forget_gradients(self) -> None:
-        """Note that there are none any more (`zero_grad`)."""
+        """Forget the whole gradients that were handed out (`zero_grad`)."""
         self._gradients = {}
         for standing in self._standing.values():
             _GRAD.__set__(standing, None)
 
     @torch.no_grad()
     def _filled(self) -> dict[str, torch.Tensor]:
-        """The weights of now, by name: stand-ins of pieces and of narrower weights, others themselves. Collective."""
+        """Returns {name: whole weight}: a `WholeWeight` for a piece or narrower weight, else itself. Collective."""
         for name, param in self._params.items():
             if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
                 continue
@@ -309,7 +310,7 @@ class WholeWeights:
 
     @torch.no_grad()
     def _empty(self) -> None:
-        """Give the stand-ins' memory back; whoever reads one from here on finds its shape, and NaN (0)."""
+        """Free the stand-ins' memory; from here on each reads as its shape, all NaN (0 for integers)."""
         for standing in self._standing.values():
             real = standing.is_floating_point() or standing.is_complex()  # others have no NaN: an order of channels
             standing.data = standing.data.new_full((), torch.nan if real else 0).expand(standing.shape)
@@ -371,7 +372,7 @@ class WholeWeights:
                 load_state_dict(self._state, self._under_own_names(weights), strict=False)
                 script.may_have_written()
         for name, gradient in after.items():
-            if gradient is not self._gradients.get(name):
+            if gradient is not self._gradients.get(name):  # the script has set another
                 script._whole_gradients.set(self._params[name], gradient)
         if state:
             with script.plainly():
@@ -384,7 +385,7 @@ class WholeWeights:
         return next((name for name, one in self._seen.items() if one is key), key)
 
     def _under_own_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Weights by the names that the module's `state_dict` gives them, a shared one under each."""
+        """Returns the weights by the names of the module's `state_dict`, a shared one under each of its names."""
         own = self._state.module.state_dict(keep_vars=True)
         names = {key: self.names.get(id(value), "") for key, value in own.items()}
         return {key: weights[name] for key, name in names.items() if name in weights}

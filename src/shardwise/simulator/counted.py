@@ -34,8 +34,8 @@ class StepTrace:
     idle         parameters that are trained and that no gradient reached
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
-    in_order     elements of each trained one by its place, in the order in which the optimizer is given them
-    wholes       elements of the whole weight, by the place of each that tp cuts
+    in_order     place -> elements of each trained parameter, in the order in which the optimizer is given them
+    wholes       place -> elements of the whole weight, of each that tp cuts
     final        elements of the gradient that came last in backward, none where one never came
     units        parameters of each repeated block, and of the rest
     shard_elements        elements of the weights that rest on a rank, where a technique that shards them was played
@@ -139,7 +139,7 @@ class RankTrace(StepTrace):
 
     @property
     def of_one(self) -> RankTrace:
-        """Returns this trace as it is for a row of a single micro-batch."""
+        """Returns this trace with the peak of a row of a single micro-batch."""
         return replace(self, peak=self.first, tops=self.first_tops)
 
 
@@ -183,7 +183,7 @@ class Model:
 
     @property
     def trained(self) -> int:
-        """Returns the elements of trained weights, which alone have gradients and are gathered after an update."""
+        """Returns the number of elements of trained weights, which alone have gradients."""
         return sum(size * count for size, count in self.small.sizes.items())
 
     def linear(self, first: float, second: float, samples: float) -> float:

@@ -79,13 +79,9 @@ class _Rounds:
 
 
 def simulate_cut(
-    ranks: Sequence[Model],
-    layout: Layout,
-    cluster: Cluster,
-    software: Software,
-    precision: str,
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, software: Software, precision: str,
     ledgers: Sequence[MemoryLedger],
-) -> Forecast:
+) -> Forecast:  # fmt: skip
     """Returns the forecast of one step. `ranks`: models whose traces are `RankTrace`s; `ledgers`: their memory."""
     dtype = PRECISIONS[precision].products
     follows = any(rank.small.follows for rank in ranks)
@@ -156,7 +152,7 @@ def _rounds(
 
 
 def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], wire: Wire) -> Played:
-    """Plays the pipeline's schedule with the seconds of each stage's ops, waits included."""
+    """Returns the pipeline's schedule played in time, from (op, stage) -> seconds of computing and of messages."""
     last = max(stage for by_op in seconds for _, stage in by_op)
 
     def of_stages(kind: str) -> list[float]:
@@ -172,7 +168,7 @@ def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], 
 
 
 def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire) -> dict[str, str]:
-    """Returns, by kind of figure, one line on what it rests on (measured, formula, assumed)."""
+    """Returns {kind of figure: a line on what it rests on (measured, formula, assumed)}."""
     apart = layout.tp * (1 if layout.shard_ranks > 1 else layout.pp)  # replicas lie outside of stages
     basis = {
         "products": kernels.basis,
@@ -193,7 +189,7 @@ def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire)
 
 
 def groups_of(layout: Layout) -> dict[str, RankGroup]:
-    """Returns, by axis, the group of ranks over which a micro-batch communicates."""
+    """Returns {axis: its group of ranks} of the axes over which a micro-batch communicates."""
     inner = layout.tp * layout.cut_positions
     groups = {"tp": RankGroup(layout.tp, 1), "ep": RankGroup(layout.ep, inner), "data": RankGroup(layout.dp, inner)}
     stride = layout.tp
@@ -206,7 +202,7 @@ def groups_of(layout: Layout) -> dict[str, RankGroup]:
 def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Returns seconds by op (of work, of all collectives, of those between tiles), on the slowest rank that runs it."""
+    """Returns {(op, stage): seconds} of (work, all collectives, those between tiles), each on the slowest rank."""
     work: Seconds = {}
     sent: Seconds = {}
     of_tiles: Seconds = {}
@@ -279,7 +275,7 @@ class _Talk:
 
 
 def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], dict[int, float]]:
-    """Returns, by (axis, op), the bytes that a tile receives from the rank at each distance, in one part of its row."""
+    """Returns {(axis, op): {distance in ranks: bytes}} that a tile receives in one part of its row."""
     first, second = (trace.arrivals[key] for trace in _seen(rank))
     by_call: dict[tuple[str, str], dict[int, float]] = {}
     for (axis, op, distance), low in first.items():
@@ -307,7 +303,7 @@ def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, 
 
 
 def _seen(rank: Model) -> tuple[RankTrace, RankTrace]:
-    """Returns a rank's two rehearsals, of the smaller and the larger micro-batch."""
+    """Returns (rehearsal of a rank with the smaller micro-batch, with the larger one)."""
     return cast(RankTrace, rank.small), cast(RankTrace, rank.large)
 
 

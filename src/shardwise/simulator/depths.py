@@ -22,7 +22,7 @@ from shardwise.simulator.counted import Model, RankTrace, Sent, StepTrace, Tops
 
 
 class NoLine(Exception):
-    """Two depths of a module do not tell of a third."""
+    """Raised where traces of a module at two depths cannot be extended to a third."""
 
 
 def longer(few: Model, more: Model, layers: int) -> Model:
@@ -59,7 +59,7 @@ def longer_trace(few: StepTrace, more: StepTrace, layers: int) -> StepTrace:
 
 
 def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent, int]:
-    """Returns messages by (axis, op, mean bytes), of which each kind has its own mean."""
+    """Returns {(axis, op, bytes): times} of messages on the line, the sizes of a kind averaged."""
     if [key[:2] for key in few] != [key[:2] for key in more]:
         raise NoLine
     sent: dict[Sent, int] = {}
@@ -71,7 +71,7 @@ def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent
 
 
 def _refuse(few: StepTrace, more: StepTrace) -> None:
-    """Raise `NoLine` where shards of gradients grow faster than what waits for backward, or places matter."""
+    """Raise `NoLine` where gradients' shards grow faster than kept activations, or exchanges overlap with ops."""
     if more.shard_gradient_bytes - few.shard_gradient_bytes > more.tops[1] - few.tops[1]:
         raise NoLine
     if isinstance(more, RankTrace) and any(more.overlaps.values()):  # which name operations by their places
@@ -84,7 +84,7 @@ def _grown(few: Tops, more: Tops, layers: int) -> Tops:
 
 
 def _line(few: Any, more: Any, layers: int) -> Any:
-    """Returns a value with `layers` more than `more` has."""
+    """Returns a trace's value `layers` layers beyond `more`, on the line through `few` and `more`, one layer apart."""
     if type(few) is not type(more):
         raise NoLine
     if isinstance(more, StepTrace):
@@ -100,13 +100,13 @@ def _line(few: Any, more: Any, layers: int) -> Any:
         return _stretched(few, more, layers)
     if isinstance(more, int | float) and not isinstance(more, bool):
         return more + layers * (more - few)
-    if few != more:
+    if few != more:  # names, flags: what no line goes through must not depend on depth
         raise NoLine
     return more
 
 
 def _stretched(few: Sequence[Any], more: Sequence[Any], layers: int) -> list[Any]:
-    """Returns `more` with what it has beyond `few`, in one place or in two (a forward's, a backward's), once more.
+    """Returns `more` with the items that it has beyond `few`, in one place or two, repeated `layers` times more.
 
     few    head           middle          tail
     more   head  forward  middle backward tail

@@ -17,7 +17,7 @@ COMPUTE = "compute"
 
 @dataclass
 class StreamOp:
-    """One piece of work: `seconds` on `stream` after the ops in `after` (positions in the list)."""
+    """One piece of work: takes `seconds` on `stream`, after the ops at the positions `after` of the list."""
 
     name: str
     stream: str

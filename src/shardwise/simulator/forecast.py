@@ -97,7 +97,7 @@ class Forecast:
         return price * self.world_size / 3600 / rate * 1e6, what
 
     def fits(self, capacity: float) -> bool:
-        """Whether the fullest rank fits in `capacity` bytes, and what lies in tiers in a host that is known."""
+        """Whether the fullest rank fits in `capacity` bytes, and its tiers in the host's room where that is known."""
         return self.needed_bytes <= capacity and not self.room.lacks
 
     def shortage(self, capacity: float) -> str:
@@ -118,7 +118,7 @@ class Forecast:
         return self.worst.reserved + CONTEXT_BYTES
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON; the timeline is left out."""
+        """Returns the figures as JSON, with units in their keys ("step_s"); the timeline is left out."""
         return {
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,

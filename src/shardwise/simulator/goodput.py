@@ -57,7 +57,7 @@ def stall_of(run: str | Path) -> tuple[float, float]:
 
 
 def writing_s(saved: float, writers: int, disk_gbps: float | None) -> float | None:
-    """Returns the seconds to write a checkpoint: `saved` bytes by each of `writers` ranks to one disk; or None."""
+    """Returns the seconds in which `writers` ranks write `saved` bytes each to one disk; None without its rate."""
     return None if disk_gbps is None else saved * writers / (disk_gbps * 1e9)
 
 

@@ -130,10 +130,10 @@ def _weights_elsewhere(trace: StepTrace, layout: Layout, states: States, terms: 
 
 @dataclass(frozen=True)
 class _Owned:
-    """Elements of the weights that a rank updates whole, where its optimizer needs that.
+    """Counts of elements on a rank whose optimizer needs whole tensors, of the weights that it owns and updates.
 
-    updated   of all of them; copied: of those that stand beside the rank's own pieces of them
-    over_dp   collected over dp_shard, tp's shares as wholes; over_tp: (sent, collected) over tp
+    updated   of all of these; copied: of those held whole beside the rank's own pieces
+    over_dp   collected over dp_shard, a share of tp counted as a whole; over_tp: (sent, collected) over tp
     """
 
     updated: int
@@ -143,13 +143,13 @@ class _Owned:
 
     @property
     def exchanged(self) -> int:
-        """Elements of what is sent, received and put together in the last exchange, beside what came before it."""
+        """Returns the elements alive in the last exchange: gathered over dp_shard, sent over tp, received, joined."""
         sent, collected = self.over_tp
         return self.over_dp + sent + 2 * collected
 
 
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> _Owned | None:
-    """Returns what the fullest rank, or that of tp with this shard, owns; None where ranks update what they hold."""
+    """Returns the `_Owned` of the fullest rank, or of the one with this shard; None where ranks update their pieces."""
     # without shards and cuts every rank has whole tensors anyway, and updates all of them
     if not model.update.whole or not (layout.sharded.state or layout.tp > 1):
         return None
@@ -173,7 +173,7 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> _Owned | Non
 
 
 def _gradients(trace: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
-    """Returns bytes of gradients at rest: those that a rehearsal counted, else whole buckets."""
+    """Returns the bytes of gradients kept between micro-batches: as a rehearsal counted them, else whole buckets."""
     shared = layout.sharded.gradients and of_experts < 1
     if trace.shard_gradient_bytes:
         return trace.shard_gradient_bytes + (0 if shared else trace.experts * states.gradient)
@@ -192,7 +192,7 @@ def _cut(trace: StepTrace, ranks: int, rank: int) -> int:
 def _peaks(
     model: Model, layout: Layout, states: States, updated: float, reduced: float, owned: _Owned | None
 ) -> dict[str, float]:
-    """Returns bytes of each transient of a step, by name; they exclude each other, so the largest makes the peak.
+    """Returns {transient of a step: bytes}; no two are alive at once, so the largest makes the peak.
 
     updated, reduced   elements that the optimizer updates here, and whose gradients are summed over dp_shard
     owned              what it updates whole, if it does

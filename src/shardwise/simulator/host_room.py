@@ -20,7 +20,7 @@ from shardwise.simulator.traced import activation_bytes, updated_elements
 
 
 def decoder_room(step: StepContext) -> Room:
-    """Returns what the ranks of one host keep in tiers, whichever stages they have."""
+    """Returns the `Room` of one host: bytes that its ranks, of whichever stages, keep in each tier."""
     lay, shape = step.layout, step.shape
     if lay.offload == "none":
         return Room()
@@ -37,7 +37,7 @@ def decoder_room(step: StepContext) -> Room:
 
 
 def traced_room(ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States) -> Room:
-    """Returns what the ranks of one host keep in tiers; `ranks`: those that differ."""
+    """Returns the `Room` of one host: bytes that its ranks keep in each tier; `ranks`: those that differ."""
     if layout.offload == "none":
         return Room()
     by_rank = []

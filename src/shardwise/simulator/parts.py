@@ -42,7 +42,7 @@ class StageTimes:
     recompute: float = 0.0
 
     def times(self, count: float) -> StageTimes:
-        """Returns these times `count` times, one after another."""
+        """Returns the times of `count` such stages one after another: each field times `count`."""
         return StageTimes(*(count * getattr(self, field.name) for field in fields(self)))
 
     def plus(self, other: StageTimes) -> StageTimes:
@@ -51,7 +51,7 @@ class StageTimes:
 
     @property
     def seconds(self) -> float:
-        """Returns seconds of forward and backward, weights' part included."""
+        """Returns the seconds of forward and of backward, gradients of inputs and of weights."""
         return self.forward + self.backward + self.weight
 
 
@@ -186,12 +186,10 @@ class StepContext:
 
 
 def finished(
-    step: StepContext,
-    parts: dict[str, float],
-    memory: list[MemoryLedger],
-    exposed: dict[str, float],
+    step: StepContext, parts: dict[str, float], memory: list[MemoryLedger], exposed: dict[str, float],
     bubble: float = 0.0,
-) -> Forecast:
+) -> Forecast:  # fmt: skip
+    """Returns the forecast of a step made of these parts (name -> seconds), a device's gaps added."""
     lay = step.layout
     tokens = lay.global_batch * lay.seq
     gaps = 1.0 if step.cluster.device.kind == "cpu" else GAPS
@@ -235,7 +233,7 @@ def host_basis(kernels: Kernels, ops: float, seconds: float) -> dict[str, str]:
 
 
 def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, str]:
-    """Returns a remark on what the forecast of an offloaded optimizer assumes; else {}."""
+    """Returns {"offload": remark on what the forecast of an offloaded optimizer assumes}; {} without offload."""
     if step.layout.offload == "none":
         return {}
     cost = _offloaded(step, updated(step, parameters))

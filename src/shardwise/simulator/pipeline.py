@@ -43,7 +43,7 @@ def play_all(
     name: str, ranks: int, micro_batches: int, chunks: int, forward: Sequence[float], backward: Sequence[float],
     weight: Sequence[float], send: Sequence[float], *, blocking: bool = False,
 ) -> Played:  # fmt: skip
-    """Plays a schedule by name, at a cost that does not grow with very many micro-batches.
+    """Returns a schedule played in time with these seconds by stage; the cost is bounded for very many micro-batches.
 
     Those are played for a few, for as many more as there are ranks, and once more: where that adds as much both times,
     the rest does too; else more are played first. What does not settle then either grows by the last difference, and is

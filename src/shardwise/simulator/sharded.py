@@ -124,7 +124,7 @@ class Sharded:
         return self.wire.collective("reduce_scatter", self.shard, size) + 2 * size / self.wire.bandwidth
 
     def play(self, ops: list[StreamOp], units: Sequence[float], seconds: float, *, back: bool) -> None:
-        """Appends one pass through the units to `ops`."""
+        """Appends to `ops` one pass through units of these sizes (parameters), which computes for `seconds` in all."""
         total, times = max(1, sum(units)), self.gathers - 1 if back else 1
         play_units(
             ops, [seconds * count / total for count in units], [times * self.gather(count) for count in units],
@@ -133,7 +133,7 @@ class Sharded:
         )  # fmt: skip
 
     def op_seconds(self, units: Sequence[float], seconds: float, *, back: bool) -> float:
-        """Returns seconds of one forward or backward of a stage that computes for `seconds`, with what it gathers."""
+        """Returns seconds of one forward (or `back`ward) of a stage that computes for `seconds`, with its gathers."""
         if not units:
             return seconds
         ops: list[StreamOp] = []

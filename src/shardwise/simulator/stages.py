@@ -53,6 +53,7 @@ def dense_of(shape: Shape, layers: list[float]) -> list[float]:
 
 
 def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
+    """Returns the forecast of a step under a pipeline: stages' seconds and sends played by the schedule."""
     lay, shape = step.layout, step.shape
     # some schedules (a V) have several stages on each rank by definition
     if lay.chunks == 1:
@@ -121,7 +122,7 @@ def _data_waits(
     step: StepContext, layers: list[float], dense: list[float],
     forward: list[float], backward: list[float], weight: list[float],
 ) -> list[float]:  # fmt: skip
-    """Adds to each stage's seconds what it waits for its data ranks in every micro-batch; returns that, by stage."""
+    """Adds each stage's wait for its data ranks in a micro-batch to its seconds; returns these waits, by stage."""
     lay, shape, soft = step.layout, step.shape, step.software
     waits = [0.0] * len(layers)
     if not lay.sharded.gradients or whole_in_pipeline(soft, lay):
@@ -160,7 +161,7 @@ def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahea
 
 
 def _once(step: StepContext, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
-    """Returns exposed seconds of what data ranks send once in a step, hidden behind one backward and one forward."""
+    """Returns the seconds of data ranks' messages, once in a step, that one backward and one forward do not hide."""
     lay, overlap = step.layout, step.software.overlap_dp
     reduce_s, gather_s = reduction_seconds(step, parameters, layers)
     buckets = sent_beside(step, parameters, layers)

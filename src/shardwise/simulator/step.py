@@ -70,6 +70,7 @@ def simulate(
 
 
 def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
+    """Returns the forecast of a step without a pipeline: micro-batches in turn, then reductions and update."""
     lay, shape = step.layout, step.shape
     dense = shape.dense_layers
     parameters = stage_parameters(shape, lay, shape.layers, first=True, last=True, dense=dense)
@@ -159,7 +160,7 @@ class _UnitLinks:
         return seconds
 
     def of(self, counts: dict[str, float]) -> _Unit:
-        """Returns the seconds of a unit with so many parameters of each kind."""
+        """Returns the `_Unit` (seconds of its messages) with these numbers of parameters by kind."""
         early = 0.0 if self.step.software.sums_once else self.scatter(counts, False)
         return _Unit(self.gather(counts), (early, self.scatter(counts, True)),
                      crossing(self.step, sum(counts.values())))  # fmt: skip
@@ -190,7 +191,7 @@ class _Zero3:
         self._last = -1  # what was computed last
 
     def forward(self, micro: int) -> None:
-        """Add the forward of a micro-batch, its head and loss included."""
+        """Append to `ops` the forward of a micro-batch: embedding, layers with their gathers, head and loss."""
         # without prefetch a gather waits for everything before it
         before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
         self._computed = []
@@ -207,7 +208,7 @@ class _Zero3:
         self._computed.append(self._last)
 
     def backward(self, micro: int, *, last_micro: bool) -> None:
-        """Add the backward of a micro-batch."""
+        """Append to `ops` the backward of a micro-batch: layers with their gathers and scatters, embedding."""
         lay, last = self._step.layout, self._last
         # for the recomputed forward, and again for backward where the software frees the weights in between
         again = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1

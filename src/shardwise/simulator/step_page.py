@@ -91,6 +91,7 @@ def _bars(values: dict[str, float], unit: str) -> str:
 
 
 def _gantt(forecast: Forecast) -> str:
+    """Returns SVG of the timeline: a row for each lane, a box for each op, the first `DRAWN` of them."""
     boxes = forecast.laid_out[:DRAWN]
     lanes = list(dict.fromkeys(lane for lane, *_ in boxes))
     end = max(box[3] for box in boxes) or 1.0
@@ -144,6 +145,10 @@ def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
 
 
 def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Curve:
+    """Returns a pipeline rank's bytes over seconds: a forward adds a micro-batch's activations, a backward frees them.
+
+    ops  (kind, start, end)
+    """
     rests, activations, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
     # I frees nothing: the weights' part of the backward still reads the activations
@@ -173,6 +178,7 @@ def _of_one(forecast: Forecast, ledger: MemoryLedger) -> Curve:
 
 
 def _over_time(forecast: Forecast, capacity: float | None) -> str:
+    """Returns SVG of each rank's allocated bytes over a step, with a line at `capacity`."""
     curves = memory_over_time(forecast)
     end = max(point[0] for _, curve in curves for point in curve) or 1.0
     top = max([capacity or 0.0, *(size for _, curve in curves for _, size in curve)]) or 1.0

@@ -26,7 +26,7 @@ def chrome(forecast: Forecast, title: str) -> str:
 
 
 def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict[str, Any]]:
-    """Returns forecasts on more and fewer data ranks, with equal work for each (weak) or an equal batch (strong)."""
+    """Returns rows of forecasts on more and fewer data ranks, with equal work for each (weak) or one batch (strong)."""
     rows: list[dict[str, Any]] = []
     for factor in (0.25, 0.5, 1, 2, 4):
         name = "replicas" if layout.shard == 1 or layout.replicas > 1 else "shard"

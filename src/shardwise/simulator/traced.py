@@ -114,7 +114,7 @@ def same_ops(small: StepTrace, large: StepTrace) -> bool:
 
 @lru_cache(maxsize=256)
 def _pairs(small: StepTrace, large: StepTrace) -> Counter[tuple[str, tuple[float, ...], int, tuple[float, ...], int]]:
-    """Counts (kind, small shape, small times, large shape, large times) over the ops of two traces: layers repeat."""
+    """Returns a count of each (kind, small shape, small times, large shape, large times) of two traces' ops."""
     return Counter((a[0], a[1], a[2], b[1], b[2]) for a, b in zip(small.order, large.order, strict=True))
 
 
@@ -132,13 +132,9 @@ def compute_seconds(trace: StepTrace, kernels: Kernels, software: Software) -> f
 
 
 def simulate_traced(
-    model: Model,
-    layout: Layout,
-    cluster: Cluster,
-    software: Software,
-    precision: str,
+    model: Model, layout: Layout, cluster: Cluster, software: Software, precision: str,
     ledgers: Sequence[MemoryLedger] = (),
-) -> Forecast:
+) -> Forecast:  # fmt: skip
     """Returns the forecast of a step over replicas and ZeRO shards. `ledgers`: the memory, where already computed."""
     dtype = PRECISIONS[precision].products
     kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.small.follows)
@@ -222,7 +218,7 @@ def with_tiers(model: Model, layout: Layout, cluster: Cluster, states: States, u
 
 
 def tiers_basis(model: Model, layout: Layout, cluster: Cluster, states: States) -> dict[str, str]:
-    """Returns a remark on what the forecast of offloaded state assumes; else {}."""
+    """Returns {"offload": remark on what the forecast of offloaded state assumes}; {} without offload."""
     if not placements(layout.offload, "optimizer") + placements(layout.offload, "parameters"):
         return {}
     return {"offload": told(_tiers(model, layout, cluster, states), cluster)}
@@ -241,7 +237,7 @@ def activation_bytes(ranks: Sequence[Model], layout: Layout) -> dict[str, float]
 def _moved(
     ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States
 ) -> dict[str, tuple[Moves, Callable[[Moves, float], str]]]:
-    """Returns, by name, the cost of what comes and goes with a micro-batch on the rank with most, and its remark."""
+    """Returns {what moves with a micro-batch: (its cost on the rank with most, (cost, seconds) -> remark)}."""
     costs: dict[str, tuple[Moves, Callable[[Moves, float], str]]] = {}
     if placements(layout.offload, "activations"):
         costs["activations that move"] = (moves(activation_bytes(ranks, layout), layout, cluster), moves_told)
@@ -270,7 +266,7 @@ def moved_seconds(
 def moved_basis(
     ranks: Sequence[Model], layout: Layout, cluster: Cluster, states: States, micro_s: float
 ) -> dict[str, str]:
-    """Returns a remark on what the forecast of what moves within a micro-batch assumes; else {}."""
+    """Returns {what moves with a micro-batch: remark on what its forecast assumes}; {} where nothing moves."""
     return {name: remark(cost, micro_s) for name, (cost, remark) in _moved(ranks, layout, cluster, states).items()}
 
 
@@ -300,7 +296,7 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
 
 
 def switches(layout: Layout, *, eager: bool) -> dict[str, str]:
-    """Returns, by key, what a forecast makes of a plan's switches. `eager`: ops of the device were timed one by one."""
+    """Returns {key of the plan: how a forecast treats it}. `eager`: ops of the device were timed one by one."""
     remarks = {}
     if layout.compile:
         remarks["compile"] = (

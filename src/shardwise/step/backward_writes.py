@@ -47,7 +47,7 @@ class BackwardWrites:
         return [_sample(tensor) for tensor in tensors if tensor is not None]
 
     def note(self, before: list[torch.Tensor]) -> None:
-        """Note what has changed since `few` gave this."""
+        """Note which buffers have changed since `few` returned `before`."""
         if before:
             now = torch.stack([_differ(old, new) for old, new in zip(before, self.few(), strict=True)])
             self._changed = now if self._changed is None else self._changed | now
@@ -70,6 +70,7 @@ class BackwardWrites:
             )
 
     def _why(self, names: list[str], elsewhere: Collection[str], same_samples: bool) -> str:
+        """Returns why buffers that backward writes differ from one process's under this plan; "" where they do not."""
         mesh = self._mesh
         if used := [name for name in names if name in elsewhere]:
             return f"and other pipeline stages use '{used[0]}' too: {_IN_FORWARD}, or leave pp out"
@@ -102,7 +103,7 @@ def _differ(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(tensor: Any) -> torch.Tensor:
-    """Returns a copy of at most so many elements of a tensor, evenly spaced, of a part those of its share."""
+    """Returns a flat copy of about `_MANY` elements of a tensor, evenly spaced; of a `Part` those of its share."""
     while isinstance(tensor, Distributed):
         tensor = tensor.stored
     flat = tensor.detach().reshape(-1)

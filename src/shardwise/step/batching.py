@@ -83,7 +83,7 @@ def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks:
 
 
 def pieces_of(part: Share, samples: list[tuple[int, int]]) -> list[Share]:
-    """Returns a part cut into pieces, [first, last) of the micro-batch each, in memory of their own.
+    """Returns a `Share` of the part for each (first, last) of the micro-batch in `samples`, in memory of its own.
 
     A piece without samples holds the part's first one, with count 0.
     """
@@ -132,6 +132,7 @@ def _flatten(batch: Any, name: str) -> tuple[_Paths, list[Any], Any]:
 
 
 def _check_leaf(paths: _Paths, index: int, leaf: Any) -> None:
+    """Raises `InputError`, with the leaf's path in the batch, for one that cannot be cut over samples."""
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             raise InputError(

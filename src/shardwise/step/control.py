@@ -37,7 +37,7 @@ class Tally:
     alike_by_rank: list[list[float]] = field(default_factory=list)  # once the rows are read
 
     def add(self, loss: Loss, count: int, extras: dict[str, torch.Tensor]) -> None:
-        """Add one micro-batch."""
+        """Add one micro-batch's loss, weight and extra terms, and its `count` of samples."""
         self.totals.append(loss.total.detach())
         self.weights.append(loss.weight)
         self.samples += count
@@ -82,7 +82,7 @@ class Tally:
 
     @property
     def reached(self) -> set[int]:
-        """Returns indices of the parameters that backward reached in any micro-batch."""
+        """Returns the indices of the parameters that backward reached in any micro-batch."""
         return set().union(*self.used)
 
     def fingerprint(self) -> float:
@@ -107,7 +107,7 @@ class Agreement:
 
 
 class PendingRow:
-    """A row on its way to every data rank; `answer` waits for theirs."""
+    """A control row that is being gathered; `answer` waits for all data ranks' rows."""
 
     def __init__(self, tally: Tally, square_norm: torch.Tensor | float, axis: Axis):
         self.names = sorted(tally.extras)
@@ -117,7 +117,7 @@ class PendingRow:
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
 
     def answer(self, square_norm: torch.Tensor | None = None) -> Agreement:
-        """Returns the `Agreement` of all ranks' rows, which is the one thing that the host reads in a step.
+        """Returns the `Agreement` of all ranks' rows; the only read of the device's values in a step.
 
         square_norm   () float64, the same on all data ranks, where it was not known when the rows went off
         """
@@ -148,7 +148,7 @@ class PendingRow:
 
 
 def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreement:
-    """Gather every data rank's row. One small collective."""
+    """Returns the `Agreement` of every data rank's row. One small collective."""
     return PendingRow(tally, square_norm, axis).answer()
 
 

@@ -103,6 +103,7 @@ class Forward:
         return whole(self._output(batch))
 
     def _output(self, batch: Any) -> Any:
+        """Returns the module's output in the plan's dtypes; its errors name the embedding or batch norm at fault."""
         args, kwargs = call_arguments(self.task, batch)
         if self.precision.mixed or self.precision.compute != torch.float32:
             args, kwargs = self.precision.cast_inputs((args, kwargs))
@@ -182,7 +183,7 @@ def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any],
 
 
 def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
-    """Returns an error that says which index of an embedding failed, where, in which table; else None."""
+    """Returns an error that names an embedding's index beyond its table, and the module; None for another error."""
     table, lookup, frame = "", None, error.__traceback__
     while frame is not None:
         names = frame.tb_frame.f_locals
@@ -253,7 +254,7 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 class _Uncounted(torch.autograd.Function):
-    """Function of value 0 and gradient 1: another rank counts the sum, and its gradient is needed here too."""
+    """Identity in backward, 0 in forward: another rank counts the loss, whose gradient is needed here too."""
 
     @staticmethod
     def forward(ctx, total: torch.Tensor) -> torch.Tensor:
@@ -273,6 +274,6 @@ def _uncounted_extra(extra):
 
 
 def _nothing(loss: Loss) -> Loss:
-    """Returns a stand-in's loss of value and weight 0, in the graph: its backward meets the others' collectives."""
+    """Returns the loss with value and weight 0, still in the graph, so that backward runs the others' collectives."""
     zero = {k: type(v)(v.total * 0, None if v.weight is None else 0.0) for k, v in loss.extras.items()}
     return Loss(loss.total * 0, 0.0, zero)

@@ -16,14 +16,14 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Hooks:
-    """Context managers around parts of a step; a part without any costs nothing."""
+    """Context managers around parts of a step ("micro_batch", "reduce", "update"); a part without any costs nothing."""
 
     def __init__(self) -> None:
         self._around: dict[str, list[MakeContext]] = {part: [] for part in get_args(Part)}
 
     @contextmanager
     def around(self, part: Part, make: MakeContext) -> Iterator[None]:
-        """Context: `make()` is entered around each `part`; the first that came is the outermost."""
+        """Context: `make()` is entered around each `part` of a step; the first context added is outermost."""
         made = self._around[part]
         made.append(make)
         try:

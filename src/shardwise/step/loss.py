@@ -44,7 +44,7 @@ class Loss:
 
     @property
     def terms(self) -> float:
-        """Returns the sum of the absolute values of its samples' terms, where known; else 0."""
+        """Returns the sum of the absolute values of the samples' terms, where known; else 0."""
         return 0.0
 
     def with_extras(self, extras: dict[str, Extra]) -> Loss:
@@ -133,6 +133,7 @@ def _extra(name: str, value: Any) -> Extra:
 
 
 def _number(value: Any, what: str) -> torch.Tensor | float:
+    """Returns a weight as one number, unread where it is a tensor; `InputError` for anything else."""
     if isinstance(value, torch.Tensor) and value.requires_grad:
         raise InputError(
             f"{_SHAPE}: the {what} carries a gradient, and sums are divided by it without one: give {what}.detach() "

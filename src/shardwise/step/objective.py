@@ -49,7 +49,7 @@ def _with_all_terms(state: RankState, loss: Loss) -> Loss:
 
 
 def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | float]:
-    """Returns the factor of each extra term, 1 or w / V; on the device where it follows from weights."""
+    """Returns {extra term: its factor}: 1 or w / V, the latter on the device where it is made of weights."""
     factors: dict[str, torch.Tensor | float] = dict.fromkeys(loss.extras, 1.0)
     own = {name: extra.weight for name, extra in sorted(loss.extras.items()) if extra.weight is not None}
     if own and state.order is not None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def has_mode(optimizer: Optimizer | None) -> bool:
-    """Whether an optimizer is switched between training and evaluation."""
+    """Whether an optimizer has `train()` and `eval()`, as schedule-free ones have."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
@@ -43,14 +43,14 @@ def switch(state: RankState, change: Callable[[], Any]) -> Any:
 
 
 def during(context: AbstractContextManager[None], items: Iterable[T]) -> Iterator[T]:
-    """Yields the items, all of them made within the context."""
+    """Yields the items, which are computed one by one inside the context."""
     with context:
         yield from items
 
 
 @contextmanager
 def evaluation_weights(state: RankState) -> Iterator[None]:
-    """Context: the weights are those that the optimizer evaluates, where it has a mode. Collective."""
+    """Context: the optimizer's `eval()` weights (its averages) are in place, where it has such a mode. Collective."""
     optimizer: Any = state.optimizer
     if not has_mode(optimizer):
         yield

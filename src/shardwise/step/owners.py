@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the real numbers of a tensor, flat: two for each complex one."""
+    """Returns a tensor's elements as real numbers, flat: two for each complex element."""
     return as_pairs(tensor).reshape(-1)
 
 
@@ -49,7 +49,7 @@ def choose_owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def share_owners(sizes: Mapping[int, int], groups: Sequence[int], ranks: int) -> dict[int, int]:
-    """Returns the rank of tp that puts each cut weight together.
+    """Returns {index of a cut weight: tp rank that puts it together}, balanced by elements within each group.
 
     sizes   of the whole weights, by index
     groups  which rank of dp_shard each weight, cut or not, belongs to: its ranks of tp share the weights among them
@@ -63,7 +63,7 @@ def share_owners(sizes: Mapping[int, int], groups: Sequence[int], ranks: int) ->
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Whole tensors, by index, collected from the pieces of an axis's ranks on the one that owns each, and back.
+    """Collects whole tensors, by index, from pieces on an axis's ranks on the rank that owns each, and sends them back.
 
     take    (index, whole, rank) -> that rank's piece of it
     put     (index, whole, rank, piece): writes the piece into its place
@@ -79,14 +79,14 @@ class _Exchange:
     home: torch.device
 
     def owned_by(self, rank: int, used: set[int]) -> list[int]:
-        """Returns what a rank owns of the used ones alone: others have no gradient, and their weights stay."""
+        """Returns the indices of the used parameters that `rank` owns: others have no gradient and stay."""
         return [index for index, owner in self.owner_of.items() if owner == rank and index in used]
 
     def _shape(self, index: int, rank: int) -> torch.Size:
         return self.take(index, torch.empty(self.shapes[index], device="meta"), rank).shape
 
     def _size(self, index: int, rank: int) -> int:
-        """Returns how many real numbers the rank's piece has."""
+        """Returns how many real numbers `rank`'s piece of a tensor has."""
         return self._shape(index, rank).numel() * (2 if self.kinds[index].is_complex else 1)
 
     def _shaped(self, index: int, numbers: torch.Tensor, rank: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ class _Exchange:
         return as_complex(numbers.view(*shape, 2)) if self.kinds[index].is_complex else numbers.view(shape)
 
     def collect(self, pieces: Mapping[int, torch.Tensor], used: set[int]) -> dict[int, torch.Tensor]:
-        """Returns the wholes of what this rank owns. Collective."""
+        """Returns {index: whole tensor} of the used parameters that this rank owns. Collective."""
         ranks, me = self.axis.size, self.axis.index
         sent = (pieces[i] for rank in range(ranks) for i in self.owned_by(rank, used) if self._size(i, me))
         # Sizes follow from shapes and owners on every rank, so none are sent.
@@ -112,7 +112,7 @@ class _Exchange:
         return wholes
 
     def hand_out(self, wholes: Mapping[int, torch.Tensor], used: set[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (index, this rank's piece) of what its owner has now; some are empty. Collective."""
+        """Yields (index, this rank's piece) of whole tensors as their owners have them; some are empty. Collective."""
         ranks, me = self.axis.size, self.axis.index
         mine = self.owned_by(me, used)
         sent = (self.take(i, wholes[i].detach(), rank) for rank in range(ranks) for i in mine)
@@ -129,6 +129,7 @@ class _Exchange:
     def _send(
         self, sent: Iterator[torch.Tensor], sent_sizes: list[int], received_sizes: list[int], tag: str
     ) -> torch.Tensor:
+        """Returns, flat, what all ranks send to this one. `sent`: this rank's pieces, in rank order. Collective."""
         outgoing, at = torch.empty(sum(sent_sizes), dtype=self.kinds[0].to_real(), device=self.home), 0
         for piece in sent:  # one after the other: a piece that does not lie in one run is copied to be flat
             numbers = as_numbers(piece)
@@ -146,7 +147,7 @@ class OwnedMasters:
         self, technique: PieceSlots, names: list[str], shapes: list[torch.Size], shard: Axis | None,
         tensor: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """Take up the masters that `technique` has now. Collective.
+        """Gather the technique's present masters to their owners. Collective.
 
         names   of the technique's parameters; shapes: of the whole ones
         shard   where ranks hold pieces of them, the axis of these ranks
@@ -187,7 +188,7 @@ class OwnedMasters:
         return mine and (self._tensor is None or self.share_owner_of.get(index) in (None, self._tensor.axis.index))
 
     def _share_shape(self, index: int, whole: torch.Size) -> torch.Size:
-        """Returns the shape of what tp leaves this rank of a parameter."""
+        """Returns the shape of this rank's tp share of a parameter of shape `whole`."""
         if self._tensor is None or index not in self._cut:
             return whole
         return self._tensor.share(self._names[index], torch.empty(whole, device="meta")).shape
@@ -201,6 +202,7 @@ class OwnedMasters:
         return _Exchange(shard, owner_of, shares, kinds, self.technique.select, put, self._home)
 
     def _shares(self, shapes: list[torch.Size], kinds: list[torch.dtype]) -> _Exchange:
+        """Returns the exchange over tp, between shares on its ranks and whole tensors on their owners."""
         assert self._tensor is not None
         cuts, names = self._tensor.cuts, self._names
 
@@ -248,7 +250,7 @@ class OwnedMasters:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Let owners' masters follow what was written into the weights. Collective where ranks hold parts of those."""
+        """Copy weights that code has written into the owners' masters. Collective where ranks hold parts of weights."""
         for index, weight in enumerate(self.technique.params):
             whole = weight.detach()
             if isinstance(weight, DTensor):  # all ranks, though one owns it: the gather is collective
@@ -259,7 +261,7 @@ class OwnedMasters:
                 follow(self.masters[index], whole)
 
     def route(self, index: int) -> list[tuple[Axis, int]]:
-        """Returns the broadcasts, (axis, index of the sender), by which what lies on a parameter's owner comes to all.
+        """Returns the broadcasts, (axis, index of the sender), that take a tensor from a parameter's owner to all.
 
         In order: of ranks without it some send what the next one overwrites.
         """

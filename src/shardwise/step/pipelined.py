@@ -126,7 +126,7 @@ class _Saved:
 
 
 class _Row:
-    """The ops of one step on this rank, and what is saved between them, by (stage, micro-batch)."""
+    """Runs the ops of one step on this rank; between forward and backward results are kept by (stage, micro-batch)."""
 
     def __init__(self, state: RankState, staged: StagedForward, parts: list[Share], tally: Tally):
         self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
@@ -149,6 +149,7 @@ class _Row:
             self._backward(op, index, last=last)
 
     def _forward(self, stage: int, index: int) -> None:
+        """Run one stage's forward of a micro-batch: receive inputs, send outputs or compute the loss."""
         state, staged, part = self.state, self.staged, self.parts[index]
         self._meet(part)
         meet_kept(state, part)
@@ -190,12 +191,13 @@ class _Row:
         return objective
 
     def _meet(self, part: Share) -> None:
-        """Tell everything inside the module which micro-batch it works on."""
+        """Set the micro-batch that modules work on: its samples for random draws, and whether it is a stand-in."""
         self.state.phase.stand_in = part.count == 0
         if self.state.global_random is not None:
             self.state.global_random.samples = Samples(part.start, part.count, part.total)
 
     def _backward(self, op: Op, index: int, *, last: bool) -> None:
+        """Run a backward of a micro-batch: whole (B), of inputs alone (I), or of weights (W), which sends nothing."""
         saved, mail = self._saved[op.stage, index], self.staged.mail
         if op.kind == "W":
             assert saved.later is not None

@@ -10,8 +10,8 @@ from shardwise.step.state import RankState
 def meet_kept(state: RankState, part: Share) -> None:
     """Raise `RefusedPlan` where a rank would go on from states of other samples than one process.
 
-    One process sees that a micro-batch has another number of samples than the last one; of its ranks some may have as
-    many as before.
+    Where a micro-batch has another number of samples than the last one, a forward begins with new states; on a rank
+    that has as many as before it would not.
     """
     last, state.last_total = state.last_total, part.total
     # nothing to go on from at the start, or where one process has as many samples as before

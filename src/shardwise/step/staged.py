@@ -49,12 +49,12 @@ class StagedForward(Forward):
         self._places = [(modules[path]._parameters, leaf) for path, _, leaf in (n.rpartition(".") for n in names)]
 
     def trainable(self) -> list[bool]:
-        """Returns for each weight of this rank's stages whether it is trained now."""
+        """Returns, for each weight of this rank's stages, whether it requires a gradient now."""
         return [weight is not None and weight.requires_grad for weight in (at.get(leaf) for at, leaf in self._places)]
 
     @property
     def has_loss(self) -> bool:
-        """Whether the last stage is here."""
+        """Whether this rank has the last stage, which computes the loss."""
         return self.last_owner == self.axis.index
 
     def stage(
@@ -137,9 +137,9 @@ class StagedForward(Forward):
 
 
 def _to_be_written(output: Any, received: set[int]) -> Any:
-    """Returns an output in which copies stand for what was received and is given on: a loss may not write into leaves.
+    """Returns an output with copies in place of received tensors that it passes on: a loss may not write into leaves.
 
-    received  ids of the leaves
+    received  ids of the received tensors
     """
 
     def copied(leaf: Any) -> Any:

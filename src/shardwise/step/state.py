@@ -125,7 +125,7 @@ class RankState:
 
     @property
     def data_rank(self) -> int:
-        """Returns this rank's index among those that a micro-batch is dealt over."""
+        """Returns this rank's index among the ranks that a micro-batch is dealt over."""
         return 0 if self.same_samples else self.mesh.data.index
 
     @property

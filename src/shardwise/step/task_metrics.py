@@ -71,7 +71,7 @@ class MetricTally:
         return extras
 
     def collect(self, axis: Axis) -> dict[str, float]:
-        """Returns each metric over all ranks since the last time. One small collective."""
+        """Returns {metric: value} over all ranks since the last call; of vectors "name/0" and so on. Collective."""
         names = sorted(self.sums)  # one order on all ranks
         if not names:
             return {}

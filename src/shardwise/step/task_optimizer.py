@@ -32,7 +32,7 @@ def named_groups(params: Sequence[torch.Tensor]) -> list[dict]:
 
 
 def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
-    """Call the task's optimizer function; raises `InputError` for what it should not return."""
+    """Returns the optimizer that the task's function makes; raises `InputError` where it fails or returns none."""
     try:
         optimizer = make(named_groups(params))
     except ShardwiseError:
@@ -62,7 +62,7 @@ def _like(error: Exception) -> str:
 
 
 def _given(error: Exception) -> str:
-    """Returns what a torch optimizer was given as text where it takes a number, or what the function is called with."""
+    """Returns advice for a failed `Task.optimizer`: a number given as text, or how the function is called."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals if frame.f_code.co_name == "__init__" else {}
         if isinstance(names.get("self"), Optimizer):

@@ -60,7 +60,7 @@ class Injected(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, to which rank, at which step and point.
+    """A fault to inject: its kind, and the rank, step and point that it strikes.
 
     step      optimizer steps done; None: any
     at        the point of the step
@@ -95,7 +95,7 @@ class Fault:
 
 @contextmanager
 def injected(*faults: Fault) -> Iterator[Path]:
-    """Ranks that are started inside meet these faults; `struck` of the folder that is given says how many did."""
+    """Context: ranks started inside meet these faults; yields a folder, of which `struck` counts those that did."""
     with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
         variables = environment(faults, folder)
         before = {name: os.environ.get(name) for name in variables}
@@ -111,7 +111,7 @@ def injected(*faults: Fault) -> Iterator[Path]:
 
 
 def environment(faults: tuple[Fault, ...] | list[Fault], folder: str | Path) -> dict[str, str]:
-    """Returns the variables that bring these faults to ranks; `folder` remembers which have struck."""
+    """Returns {environment variable: value} that bring these faults to ranks; `folder` records which have struck."""
     text = json.dumps({"folder": str(folder), "faults": [asdict(fault) for fault in faults]})
     return {VARIABLE: text, points.VARIABLE: f"{__name__}:meet"}
 
@@ -150,7 +150,7 @@ def _is_mine(fault: Fault, step: int, subject: Any) -> bool:
 
 
 def _first(folder: Path, number: int, times: int) -> bool:
-    """Whether the fault may strike: it has not done so often enough, in this process or an earlier one."""
+    """Record one more strike of a fault; returns False where it has struck `times` times, in all processes."""
     for time_ in range(times):
         try:
             os.close(os.open(folder / f"fault-{number}-{time_}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -194,6 +194,7 @@ def _sleep(fault: Fault, subject: Any) -> None:
 
 
 def _lock(fault: Fault, subject: Any) -> None:
+    """Hold the interpreter's lock for `fault.seconds`: no other thread of Python runs."""
     import ctypes
 
     interval = sys.getswitchinterval()
@@ -207,7 +208,7 @@ def _lock(fault: Fault, subject: Any) -> None:
 
 
 def _nan(fault: Fault, state: Any) -> None:
-    """Returns the gradient of one parameter, as backward brings it."""
+    """Set one element of a parameter's next gradient to NaN, by a hook on the parameter."""
     name = fault.name or state.names[0]
     home, _, leaf = name.rpartition(".")
     owner = state.module.get_submodule(home)
@@ -226,6 +227,7 @@ def _nan(fault: Fault, state: Any) -> None:
 
 
 def _flip(tensor: Any, fault: Fault) -> None:
+    """Flip one bit of one element of this rank's part of a tensor."""
     import torch
 
     local = getattr(tensor, "to_local", lambda: tensor)().detach()
@@ -244,6 +246,7 @@ def _flip_weight(fault: Fault, state: Any) -> None:
 
 
 def _flip_optimizer(fault: Fault, state: Any) -> None:
+    """Flip one bit in the optimizer's state of a parameter, the first without a name."""
     import torch
 
     for slot in state.technique.slots:

@@ -62,7 +62,7 @@ RESUMED: dict[str, Any] = {"steps": 8, "eval_every": 0, "checkpoint_every": 3, "
 
 @dataclass(frozen=True)
 class EvidenceRow:
-    """One thing that was tried. `held`: whether it came out; None: not tried, for the reason in `what`."""
+    """One claim that was tried. `held`: whether it came out true; None: not tried, for the reason in `what`."""
 
     part: str
     name: str
@@ -90,6 +90,7 @@ def collect(
 
 
 def _tried(part: str, name: str, attempt: Callable[[], EvidenceRow], until: float) -> EvidenceRow:
+    """Returns the row of an attempt with its seconds; one that says why, where it fails or time is over."""
     began = time.monotonic()
     if began > until:
         return EvidenceRow(part, name, None, "not tried: the time was over")
@@ -128,7 +129,7 @@ def _messages(pool: RankPool, ranks: int) -> EvidenceRow:
 
 
 def large_messages() -> list[str]:
-    """Returns the names of what arrived wrong on this rank. Collective."""
+    """Returns the names of collectives whose results on large tensors are wrong on this rank. Collective."""
     device, me, ranks = current_device(), dist.get_rank(), dist.get_world_size()
     axis = Axis("world", ranks, me, dist.group.WORLD, tuple(range(ranks)))
     count = LARGE_BYTES // 4 // ranks * ranks
@@ -163,6 +164,7 @@ def large_messages() -> list[str]:
 
 
 def _survival(ranks: int, device: str) -> EvidenceRow:
+    """Returns whether a run whose rank is killed and started again ends with the losses of one that was not."""
     plan = f"dp_shard={ranks},zero=1"
     options: dict[str, Any] = {**RESUMED, "device": device}
     with tempfile.TemporaryDirectory(prefix="shardwise-evidence-") as folder:
@@ -187,7 +189,7 @@ def _by_hand(pool: RankPool, ranks: int) -> EvidenceRow:
 
 
 def pairs_of_steps() -> tuple[list[float], list[float]]:
-    """Returns seconds of steps of our engine, and of a loop over DDP, in turns. Collective."""
+    """Returns (seconds of each step of our engine, of each step of a loop over DDP), taken in turns. Collective."""
     task, device = resolve_task(DECODER), current_device()
     assert task.batch is not None
     engine = parallelize(task, f"dp_replicate={dist.get_world_size()}")
@@ -195,6 +197,7 @@ def pairs_of_steps() -> tuple[list[float], list[float]]:
     optimizer = task.optimizer([{"params": list(module.parameters())}])
 
     def by_hand(batch: Any) -> None:
+        """Take one step of DDP on this rank's samples, with the loss divided by the weight of all ranks."""
         mine = {key: value.tensor_split(dist.get_world_size())[dist.get_rank()].to(device) for key, value in
                 batch.items()}  # fmt: skip
         args, kwargs = task.inputs(mine)
@@ -222,6 +225,7 @@ def pairs_of_steps() -> tuple[list[float], list[float]]:
 
 
 def _forecast(pool: RankPool, ranks: int) -> EvidenceRow:
+    """Returns forecast over measured times, of collectives and of a decoder's step."""
     cluster = probe(ranks, quick=True)
     wire, group = Wire(cluster), RankGroup(ranks)
     pace = None if cluster.device.pace_us is None else cluster.device.pace_us.value

@@ -49,7 +49,7 @@ _installed: list[Any] = []  # what torch must not find collected
 
 
 class _Module:
-    """`torch.mock`: what libraries ask of `torch.cuda`."""
+    """Stands for `torch.mock`, the module of the device type, with the functions that libraries use of `torch.cuda`."""
 
     Stream, Event = MockStream, MockEvent
     _initialized = True  # which torch's checkpoint asks before it keeps the device's generator
@@ -73,7 +73,7 @@ class _Module:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """There is one."""
+        """Does nothing: there is one device."""
 
     def device(self, device: Any) -> Any:
         return nullcontext()
@@ -169,7 +169,7 @@ def _unless_same(reset: Callable[[FSDPParam], None]) -> Callable[[FSDPParam], No
 
 
 def _no_backend(options: Any, _: Any) -> Any:
-    """What a process group has for the device: its collectives are `_collective`'s, and reach gloo."""
+    """Returns the device's backend of a process group, which does nothing: `_collective` answers through gloo."""
     return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
 
 
@@ -220,7 +220,7 @@ class MockTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, elements: torch.Tensor) -> MockTensor:
-        """Shares the CPU tensor's storage."""
+        """Returns a mock tensor on the CPU tensor's storage."""
         return torch.Tensor._make_subclass(
             cls, elements, False, dispatch_device=True, device_for_backend_keys=_device()
         )
@@ -240,7 +240,7 @@ class MockTensor(torch.Tensor):
         return f"{elements(self)!r}, on {NAME}"
 
     def tolist(self) -> Any:
-        """Python numbers, by way of a copy to the host."""
+        """Returns the elements as nested lists of numbers, by way of a copy to the host."""
         return self.cpu().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -258,7 +258,7 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Arriving(dist.Work):
-    """A collective under way on copies: what it writes is there once it has been waited for."""
+    """A collective that runs on copies; its results are copied to their places once it has been waited for."""
 
     alive: ClassVar[set[_Arriving]] = set()  # C++ holds none of the Python objects
 
@@ -268,7 +268,7 @@ class _Arriving(dist.Work):
         self.alive.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Block until it is there."""
+        """Block until the collective is done, and put its results in place; returns True."""
         waits_for(self)
         self.work.wait() if timeout is None else self.work.wait(timeout)
         for goal, arrived in self.arriving:
@@ -278,12 +278,12 @@ class _Arriving(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it needs no more waiting; its results are there after `wait` alone."""
+        """Whether the collective is done; its results are in place only after `wait`."""
         return self.work.is_completed()
 
 
 def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
-    """Run a collective by gloo on copies, and make what it will write unreadable until it is waited for."""
+    """Returns the result of a collective, run by gloo on copies; what it writes is unreadable until waited for."""
     refuse_as_nccl(func, bare_args)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # (memory of the device, its copy)
 
@@ -311,7 +311,7 @@ _TAKES_HOST_INDICES = (aten.index, aten.index_put, aten.index_put_, aten._index_
 
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Answer an operation of the mock device: on the CPU's memory, what comes out claimed again."""
+    """Returns an operation's result, computed on the CPU's memory and made mock tensors again."""
     SEEN.add(func)
     claimed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of elements -> (elements, mock tensor)
     foreign: list[torch.Tensor] = []
@@ -350,9 +350,9 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _crosses(func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-    """Let a copy to the host arrive later, where it may; count what crosses the link, and who waits."""
+    """Count the bytes that an operation moves over the link, and waits; a copy to the host that may, arrives later."""
     stream = TRAFFIC.current
-    if func is aten._local_scalar_dense.default:
+    if func is aten._local_scalar_dense.default:  # `.item()`
         stream.synchronize()
     if func is aten._to_copy.default:
         goal, source, later = out, args[0], kwargs.get("non_blocking", False)
@@ -409,7 +409,7 @@ def _writes_to(func: Any, args: tuple, foreign: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def _own_draws(func: Any) -> Iterator[None]:
-    """Inside, torch's default generator is the mock device's, for an operation that draws."""
+    """Context: torch's default generator is the mock device's, for an operation that draws."""
     if not is_random(func):
         yield
         return

@@ -52,7 +52,7 @@ class _Copy:
 
 
 def _arrived(copies: list[_Copy]) -> bool:
-    """Lets copies arrive; returns whether one was under way."""
+    """Complete the copies, and empty the list; returns whether one was under way."""
     waiting = [copy for copy in copies if copy.under_way]
     copies.clear()
     with torch.no_grad():
@@ -65,23 +65,23 @@ class MockEvent:
     """A point in a stream: reached when the copies to the host before it have arrived."""
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
-        """Takes what torch's events take."""
+        """Takes the arguments of torch's events, and ignores them."""
         self._copies: list[_Copy] = []
 
     def record(self, stream: MockStream | None = None) -> None:
-        """Stand behind what the stream has begun."""
+        """Make this event follow all that the stream has begun."""
         self._copies = list((stream or TRAFFIC.current).copies)
 
     def wait(self, stream: MockStream | None = None) -> None:
-        """Let a stream wait for it."""
+        """Let a stream wait for this event."""
         (stream or TRAFFIC.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Let the host wait for this event."""
         TRAFFIC.waits += _arrived(self._copies)
 
     def query(self) -> bool:
-        """Whether all before it is done."""
+        """Whether all work before this event is done."""
         return not any(copy.under_way for copy in self._copies)
 
     def elapsed_time(self, other: MockEvent) -> float:
@@ -90,7 +90,7 @@ class MockEvent:
 
 
 class MockStream:
-    """A queue of work, of which copies to the host are remembered; all else in it is done."""
+    """A queue of work in which copies to the host are pending; all other work is done at once."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         """Takes what torch's streams take."""
@@ -111,25 +111,25 @@ class MockStream:
         self.copies = [copy for copy in dict.fromkeys([*self.copies, *copies]) if copy.under_way]
 
     def wait_event(self, event: MockEvent) -> None:
-        """Let what comes wait for the event."""
+        """Let later work of this stream wait for the event."""
         self._know(event._copies)
 
     def wait_stream(self, stream: MockStream) -> None:
-        """Let what comes wait for another stream."""
+        """Let later work of this stream wait for another stream."""
         self._know(stream.copies)
 
     def record_event(self, event: MockEvent | None = None) -> MockEvent:
-        """Returns an event that stands behind what was begun."""
+        """Returns an event that follows all that this stream has begun."""
         event = event or MockEvent()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Let the host wait for all work of this stream."""
         _arrived(self.copies)
 
     def query(self) -> bool:
-        """Whether all in it is done."""
+        """Whether all work of this stream is done."""
         return not any(copy.under_way for copy in self.copies)
 
 
@@ -148,7 +148,7 @@ class Traffic:
         self.own = self.current = MockStream()
 
     def copied(self, way: str, source: torch.Tensor, *, waits: bool) -> None:
-        """Count a copy."""
+        """Count a copy over the link; `way` is "to device" or "to host"."""
         size = source.numel() * source.element_size()
         self.bytes[way] += size
         self.beside += size if way == "to device" and self.current is not self.own else 0
@@ -159,7 +159,7 @@ class Traffic:
         _arrived(self.pending)
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Set all counts to zero."""
         self.bytes.clear()
         self.waits = self.beside = 0
 

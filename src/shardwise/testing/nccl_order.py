@@ -63,7 +63,7 @@ class PlayedOrder:
 
     @property
     def runs(self) -> bool:
-        """Returns whether every operation ends."""
+        """Whether every operation ends and none differs between ranks."""
         return not self.circle and not self.unlike
 
     def text(self) -> str:
@@ -137,7 +137,7 @@ def _units(rank: int, entries: Entries, *, one_queue: bool) -> list[_Unit]:
 
 
 def _way(rank: int, entry: Issued) -> Key:
-    """Returns what counts an operation: its group's collectives, or messages from one rank to another within it."""
+    """Returns the key that counts an operation: (group,) of collectives, (group, sender, receiver) of messages."""
     if entry.op not in POINT_TO_POINT:
         return (entry.group,)
     ends = (rank, entry.peer) if entry.op == "send" else (entry.peer, rank)
@@ -154,7 +154,7 @@ def _members(entry: Issued, rank: int) -> tuple[int, ...]:
 
 
 def _unlike(units: list[list[_Unit]]) -> list[str]:
-    """Returns what differs between ranks under one key: another collective, dtype or size."""
+    """Returns a sentence for each key whose operation differs between ranks in collective, dtype or size."""
     first: dict[Key, tuple[int, Issued]] = {}
     differing: dict[Key, str] = {}  # the first of each way: those after it differ by it
     for rank, own in enumerate(units):
@@ -167,7 +167,7 @@ def _unlike(units: list[list[_Unit]]) -> list[str]:
 
 
 def _alike(entry: Issued) -> tuple[object, ...]:
-    """Returns what ranks must have alike: rows of an all-to-all and of a gather by lists are each rank's own."""
+    """Returns (op, device, dtype, size), which ranks must have alike; size -1 where each rank has rows of its own."""
     if entry.op in POINT_TO_POINT:
         return ("message", entry.device, entry.dtype, math.prod(entry.shape))
     size = -1 if entry.op in ("all_to_all", "gather", "scatter") else math.prod(entry.shape)
@@ -175,7 +175,7 @@ def _alike(entry: Issued) -> tuple[object, ...]:
 
 
 def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
-    """Play until nothing moves; returns the circle of what is left, () where all has ended."""
+    """Play all units until none can run; returns the circle of operations that wait, () where all have ended."""
     begun: dict[Key, set[int]] = defaultdict(set)  # ranks whose part of it runs
     holders: dict[Key, list[tuple[int, int]]] = defaultdict(list)
     missing = [[len(unit.after) for unit in own] for own in units]
@@ -211,6 +211,7 @@ def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
 def _circle(
     units: list[list[_Unit]], missing: list[list[int]], ended: set[tuple[int, int]], begun: dict[Key, set[int]]
 ) -> tuple[Stuck, ...]:
+    """Returns the operations of the ranks that wait for each other in a circle, or for one that has ended."""
     stuck = {rank: stopped for rank, own in enumerate(units)
              for stopped in _stopped(rank, own, missing[rank], ended, begun)}  # fmt: skip
     if not stuck:
@@ -237,7 +238,7 @@ def _stopped(
 
 
 def check(ranks: Sequence[Entries]) -> tuple[PlayedOrder, PlayedOrder]:
-    """Returns (what the strictest device comes to, what one that runs communicators side by side does)."""
+    """Returns (outcome on a device that runs one operation at a time, on one that runs communicators side by side)."""
     return strictest(ranks), side_by_side(ranks)
 
 

@@ -45,7 +45,7 @@ class OrderReport:
     communicators: int
 
     def text(self) -> str:
-        """Returns the outcome in a few lines."""
+        """Returns the outcome as a few lines of text."""
         lines = [f"order: {self.issued} collectives and messages, {self.communicators} communicators on a rank"]
         if self.strictest.runs:
             return f"{lines[0]}; they end on a device that runs them one after another, without buffers"
@@ -57,7 +57,7 @@ class OrderReport:
 
 
 def check_order(task: Any, plan: Plan | str, *, pool: RankPool | None = None, timeout_s: float = 600.0) -> OrderReport:
-    """Returns how what a plan issues on this task runs. `pool`: ranks that have, or may be given, a mock accelerator.
+    """Returns how a plan's operations on this task would run. `pool`: ranks with a mock accelerator, or that get one.
 
     Raises `InputError` where the task cannot run on an accelerator, `RefusedPlan` for a plan that is refused.
     """
@@ -74,7 +74,7 @@ def check_order(task: Any, plan: Plan | str, *, pool: RankPool | None = None, ti
 
 
 def report(plan: str, ranks: list[list[Issued | Waited]]) -> OrderReport:
-    """Returns the `OrderReport` of the entries of all ranks."""
+    """Returns the `OrderReport` of the operations that all ranks issued, by rank."""
     issued = sum(isinstance(entry, Issued) for entries in ranks for entry in entries)
     made = max(len(nccl_order.communicators(entries)) for entries in ranks)
     return OrderReport(plan, *nccl_order.check(ranks), issued, made)

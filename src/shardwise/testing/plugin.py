@@ -16,6 +16,6 @@ from shardwise.ranks import RankPool
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
-    """One pool for the whole test session, so that the cost of starting ranks is paid once."""
+    """Yields one `RankPool` for the whole test session, so that ranks are started once."""
     with RankPool() as pool:
         yield pool

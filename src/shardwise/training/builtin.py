@@ -74,7 +74,7 @@ def digits_task(section: TaskSection) -> Task:
 
 
 def _sizes(section: TaskSection) -> dict[str, Any]:
-    """Returns the constructor's arguments that both models share."""
+    """Returns {argument: value} of the constructor arguments that both models share."""
     model = section.model
     assert model.layers and model.hidden and model.heads
     return {
@@ -87,7 +87,7 @@ def _sizes(section: TaskSection) -> dict[str, Any]:
 
 
 def all_but_last(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """Returns the model's arguments: tokens (B, S), each window without its last token."""
+    """Returns the model's (args, kwargs): tokens (B, S), each window without its last token."""
     return (batch["tokens"][:, :-1],), {}
 
 
@@ -100,7 +100,7 @@ def next_token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, i
 
 
 def image_only(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """Returns the model's arguments: the images of the batch."""
+    """Returns the model's (args, kwargs): the images of the batch."""
     return (batch["image"],), {}
 
 

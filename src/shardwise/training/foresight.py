@@ -16,7 +16,8 @@ from shardwise.training.job import Job
 
 
 def foresee(job: Job) -> dict[str, Any]:
-    """Returns the job's step time and memory on its cluster; `InputError` where that has too few ranks."""
+    """Returns the forecast on the job's cluster as JSON: "step_s", "parts_s", bytes of the fullest rank by kind, what
+    they rest on; `InputError` where the cluster has too few ranks."""
     config, plan = job.effective.config.train, job.effective.plan
     assert config.cluster is not None
     cluster = Cluster.parse(config.cluster)

@@ -22,6 +22,7 @@ def how_to_go_on(job: Job) -> str:
 
 
 def _command(folder: Path) -> str:
+    """Returns the command that resumes a run: this process's words with --resume."""
     program, *words = sys.argv
     if Path(program).name != "shardwise":
         return f"train(..., resume={str(folder)!r})"

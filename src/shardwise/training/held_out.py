@@ -9,7 +9,7 @@ from shardwise.layout.dealing import cut
 
 
 class Spread:
-    """At most `count` samples of a source, one from each of `count` equal stretches; 0: all samples."""
+    """A source of at most `count` samples of another, one from each of `count` equal stretches; 0: all samples."""
 
     def __init__(self, source: Source, count: int) -> None:
         self._source = source

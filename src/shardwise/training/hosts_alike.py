@@ -41,6 +41,7 @@ def check_hosts(job: Job, device: torch.device) -> list[str]:
 
 
 def _renumbered(hosts: list[str]) -> list[str]:
+    """Returns [a notice] where ranks have other numbers than their launcher gave them; else []. Collective."""
     import torch.distributed as dist
 
     place = here()
@@ -55,12 +56,12 @@ def _renumbered(hosts: list[str]) -> list[str]:
 
 
 def gather_moved(moved: bool) -> bool:
-    """Returns whether any rank has another number than its launcher gave it. Collective."""
+    """Whether any rank has another number than its launcher gave it (`moved`: this one). Collective."""
     return any(gather_json(moved, everybody(), torch.device("cpu")))
 
 
 def _rates(cluster: str | None, plan: Plan) -> dict[str, tuple[float, float]]:
-    """Returns axis -> (GB/s inside a node, between nodes), where the run names a cluster of several nodes."""
+    """Returns {axis: (GB/s inside a node, between nodes)}; {} unless the run names a cluster of several nodes."""
     if cluster is None:
         return {}
     tiers = Cluster.parse(cluster).tiers
@@ -72,7 +73,7 @@ def _rates(cluster: str | None, plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def _data(job: Job) -> dict[str, str]:
-    """Returns the number of samples and digests of the first and the last one, where reading twice gives the same."""
+    """Returns {what: text} of the number of samples and the digests of the first and last, where two reads agree."""
     data = job.build_task().data
     if data is None or not len(data) or getattr(data, "global_shape", None) is not None:
         return {}  # a field may be larger than a host
@@ -113,7 +114,7 @@ def check_folder(job: Job, device: torch.device) -> None:
     where: Path = job.folder
     if config.checkpoint_folder is not None:
         elsewhere = place(config.checkpoint_folder)
-        if is_remote(elsewhere):
+        if is_remote(elsewhere):  # a store that every host reaches by its address
             return
         where = Path(elsewhere)
         where.mkdir(parents=True, exist_ok=True)
@@ -135,6 +136,7 @@ def check_folder(job: Job, device: torch.device) -> None:
 
 
 def _sees(token: Path) -> bool:
+    """Returns whether this host sees a file of rank 0's, within `SEEN_S` seconds."""
     until = time.monotonic() + SEEN_S
     while True:
         try:

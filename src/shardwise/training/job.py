@@ -135,6 +135,7 @@ def _check_device(device: str) -> None:
 
 
 def _check_options(effective: Effective, task: Task) -> None:
+    """Raises `InputError` for options that were set and that this task does not use."""
     problems = []
     if task.batch is not None:
         for key, why in (
@@ -159,7 +160,7 @@ def _chosen(effective: Effective, key: str) -> bool:
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:
-    """Returns the samples of a global batch."""
+    """Returns how many samples a global batch has, by the configuration or the task's own batch."""
     train = effective.config.train
     if task.batch is not None:
         from shardwise.step.batching import samples_in

@@ -80,6 +80,7 @@ class Stopping:
             signal.signal(number, signal.SIG_IGN)
 
     def _hear(self, number: int, frame: Any) -> None:
+        """Signal handler: notes the request; Ctrl-C before the first step goes to the handler before this one."""
         if self.starts and number == signal.SIGINT:
             self.stop()
             # raise the signal again for the handler that was there before
@@ -142,6 +143,7 @@ class Keeper:
         return self.first
 
     def _resume(self, source: Path) -> None:
+        """Load a checkpoint and go on behind it: weights, data position, best weights; notices of what differs now."""
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
@@ -206,6 +208,7 @@ class Keeper:
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
+        """Load weights alone from a checkpoint, safetensors or adapters (`train.init_from`), and tell what fits."""
         renames = self.job.effective.config.train.init_rename
         if (adapters := adapters_at(source)) is not None:
             refuse_other_adapters(adapters, self.engine.module)
@@ -245,7 +248,7 @@ class Keeper:
     # --- after each step
 
     def after(self, step: int, first_loss: float | None) -> bool:
-        """Saves when it is time; returns whether the run is to stop after this step. Collective."""
+        """Save when it is time; returns whether the run is to stop after this step. Collective."""
         done = step + 1
         # without train.check_replicas, ranks compare what they hold alike after steps 1, 2, 4, ... and the last
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
@@ -291,6 +294,7 @@ class Keeper:
         return any(row[0] for row in table), bool(table[0][1])
 
     def _save(self, first_loss: float | None) -> None:
+        """Begin a checkpoint of this step. Collective. A failure ends the run only where checkpoints were asked for."""
         assert self.saver is not None
         self._finish_save()
         if self.check is not None:  # what is wrong is not to be kept
@@ -334,6 +338,7 @@ class Keeper:
             self._failed(error, final)
 
     def _failed(self, error: RunError, final: bool = False) -> None:
+        """Tell of a failed save by a notice; raises at the second in a row, or a final one."""
         self._failures += 1
         # every step is done and the weights are written: a last checkpoint that fails is no failure of the run
         if self._weights is not None:
@@ -359,7 +364,7 @@ class Keeper:
             self._finish_save()
 
     def cost(self) -> dict[str, Any] | None:
-        """Returns saves, seconds that one stopped a step (the first makes buffers), bytes; None below two saves."""
+        """Returns {"saves", "first_stall_s", "stall_s", "bytes"}: seconds that a save stops a step; None below two."""
         if len(self.stalls_s) < 2 or self.saver is None:
             return None
         return {

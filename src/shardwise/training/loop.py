@@ -64,12 +64,13 @@ PACED = 4  # from this step on the pace of the CPU is looked at every so often, 
 
 
 def run_rank(job: Job) -> dict[str, Any]:
-    """Runs this rank's part of a run; returns the summary, the same on every rank."""
+    """Run this rank's part of a run; returns what `summary.json` holds, the same on every rank."""
     with told_plainly(job.folder):
         return _run_rank(job)
 
 
 def _run_rank(job: Job) -> dict[str, Any]:
+    """Build the task and its engine, run every step; returns the run's summary. Collective."""
     reach("start")
     with ExitStack() as stack:
         with timing(_rank() == 0 and sys.stderr.isatty()) as say:
@@ -151,7 +152,7 @@ class _Rank:
         self.eval_metrics: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Runs every step and the end; returns the summary."""
+        """Run every step and the end; returns what `summary.json` holds."""
         started = time.monotonic()
         self._announce()
         # an earlier attempt did every step, so no step here sets the losses that the summary needs
@@ -182,7 +183,7 @@ class _Rank:
         return summary
 
     def _as_written(self) -> None:
-        """Reads the losses that an earlier attempt wrote, which did every step and was lost at the end."""
+        """Read losses from the records of an earlier attempt, which did every step and was lost at the end."""
         lines = (self.job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         for record in map(json.loads, lines):
             self.losses += [record["loss"]] if "loss" in record else []
@@ -203,7 +204,7 @@ class _Rank:
             write_adapters(self.engine.module, trained, self.job.folder / ADAPTERS)
 
     def _stopped(self, step: int) -> dict[str, Any]:
-        """Returns the summary of a run that was asked to stop after this step."""
+        """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to stop after this step."""
         saver = self.keeper.saver
         assert saver is not None
         stopped = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
@@ -236,6 +237,7 @@ class _Rank:
         return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make reading of {name} cheaper"
 
     def _step(self, step: int) -> None:
+        """Read a batch, take one step on it, and record its numbers: file, display, sinks, notices. Collective."""
         taken = step - self.first  # by this process: those of a run that goes on were taken by another
         if self.beat is not None:
             # the mean over ranks, since all ranks have to measure the pace before the same steps
@@ -311,7 +313,7 @@ class _Rank:
             self.display.say(table)
 
     def _observed_step(self, step: int, batch: Any) -> StepResult:
-        """Runs one step with every collective counted into ledger.json; slower, so it is left out of the speed."""
+        """Returns the result of one step whose collectives are counted into ledger.json; slower, so never timed."""
         if self.job.effective.plan.compile:  # collectives inside a compiled graph are not seen
             return self.engine.step(batch)
         with self.engine.observe() as ledger:
@@ -368,6 +370,7 @@ class _Rank:
         return pace_beside(self.step_times, self.beat.at, seen.tolist(), self.engine.plan.pp > 1)
 
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
+        """Returns what `summary.json` holds, rank 0's, on every rank. Collective."""
         plan = self.job.effective.plan
         # nothing is timed in a run of one step: its batch, and all that it took
         samples, timed = self.timed if self.timed[0] else (self.job.batch_samples, seconds)

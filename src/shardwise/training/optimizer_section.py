@@ -25,7 +25,7 @@ CLASSES = {
 
 
 def make_optimizer(section: OptimizerSection, lr: float) -> Callable[[list[dict]], Optimizer]:
-    """Returns a function for `Task.optimizer`; an option that is not set has torch's default."""
+    """Returns a function for `Task.optimizer`: groups -> optimizer; an option that is not set has torch's default."""
     options: dict[str, Any] = {}
     for key in OPTIMIZER_OPTIONS[section.name]:
         value = getattr(section, key)

@@ -36,7 +36,7 @@ TIMEOUT_S = 1800.0
 
 
 def places(world: int, suspects: set[int]) -> list[int]:
-    """Returns, by place, the rank that takes it: never its own, and for a suspect's place no suspect if possible."""
+    """Returns, for each rank's place, the rank that takes its steps: never itself, no suspect for a suspect's."""
     shifts = range(1, world)
     apart_ones = [by for by in shifts if not any((suspect + by) % world in suspects for suspect in suspects)]
     by = next(iter(apart_ones), 1)

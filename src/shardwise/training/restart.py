@@ -41,7 +41,7 @@ Launch = Callable[[Job], dict[str, Any]]
 
 
 def until_done(job: Job, launch: Launch) -> dict[str, Any]:
-    """Launches the run, up to `train.restarts` times again; returns the summary with figures of the attempts.
+    """Launch the run, up to `train.restarts` times again; returns its summary with figures of the attempts.
 
     launch   runs the job on ranks of its own and returns the summary, or raises
     Raises the last attempt's error, with a note on why there was no other attempt.
@@ -106,7 +106,7 @@ class _Attempts:
         return 0 if newest is None else publish.step_of(newest)
 
     def entry(self, began: float, from_step: int, error: RunError | None) -> dict[str, Any]:
-        """Returns the journal's entry of the attempt that ended now. `error`: None where it was done."""
+        """Returns the journal's entry, as JSON, of the attempt that ended now. `error`: None where the run is done."""
         steps = getattr(error, "steps", {})
         saved = self.saved_step()
         # the step of the rank that got furthest, of those that recorded one
@@ -136,7 +136,7 @@ class _Attempts:
     # --- whether to go on, and how
 
     def why_not(self, entry: dict[str, Any], error: RunError) -> str:
-        """Returns why the run is not started again; "" where it is."""
+        """Returns why the run is not started again after this attempt; "" where it is."""
         if getattr(error, "retry", None) is False:
             return "starting again would come to the same place"
         before = self.entries[-1] if self.entries else None
@@ -159,7 +159,7 @@ class _Attempts:
         self._shrink(entry)
 
     def _without_progress(self, entry: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the attempts right before this one that ended with the same newest checkpoint."""
+        """Returns the entries of the attempts right before `entry` that ended with the same newest checkpoint."""
         barren = []
         for before in reversed(self.entries):
             if before["saved_step"] != entry["saved_step"]:
@@ -186,7 +186,7 @@ class _Attempts:
             entry["next_plan"] = str(fewer)
 
     def wait(self, entry: dict[str, Any]) -> bool:
-        """Reports the failure and waits; returns False where a signal asked the run to end meanwhile."""
+        """Report the failure and wait before the next attempt; returns False where a signal asked it to end."""
         saved = entry["saved_step"]
         place = f"from step {saved}" if saved else "from the beginning"
         plan = f" under plan {entry['next_plan']}" if "next_plan" in entry else ""
@@ -201,7 +201,7 @@ class _Attempts:
     # --- the end
 
     def stopped(self) -> dict[str, Any]:
-        """Returns the summary of a run that was asked to end between two attempts."""
+        """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to end between two attempts."""
         newest = self.checkpoint()
         # without a checkpoint there is nothing that the same command could resume
         if newest is None:
@@ -225,7 +225,7 @@ class _Attempts:
 
 
 def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
-    """Returns `_identity` of a run's checkpoints that are newer than the one to go on from."""
+    """Returns the `_identity` of each of a run's checkpoints that is newer than the one to resume from."""
     if resume is None or place(resume).parent.absolute() != home.absolute():
         return set()
     first = int(manifest.read(place(resume)).fields["step"])
@@ -233,9 +233,9 @@ def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
 
 
 def source_of(home: Path, resume: str | None, ahead: set[tuple[str, int]]) -> str | None:
-    """Returns what a later attempt resumes from: the run's own checkpoints, once it has written one.
+    """Returns the place from which a later attempt resumes: the run's own checkpoints, once it has written one.
 
-    given   what the first was to go on from, which stands until those `ahead` of it were set aside
+    resume  the place from which the first attempt began, used until checkpoints `ahead` of it are set aside
     """
     there = {_identity(path) for path in publish.scan(home)}
     return resume if _newest(home, ahead) is None or there & ahead else str(home)

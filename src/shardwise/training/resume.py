@@ -87,7 +87,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def of_another_plan(before: Plan, now: Plan) -> str:
-    """Returns what a run under another plan than its checkpoint's has in common with the one before."""
+    """Returns a sentence on what stays and what changes in a run that resumes under another plan."""
     many, were, same = now.step_microbatches, before.step_microbatches, "the same samples in the same order"
     if many == were:
         return f"another plan than the checkpoint's: {same}, sums in another"
@@ -189,7 +189,7 @@ def _stopped_with(run: Path) -> Any:
 
 
 def mark_stopped(run: Path, effective: Effective, stopped: dict[str, Any]) -> None:
-    """Writes stopped.json, by which the same command finds this run and goes on with it."""
+    """Write stopped.json, by which the same command finds this run and resumes it."""
     text = json.dumps({**stopped, "settings": settings_of(effective)}, indent=2)
     (run / STOPPED).write_text(text + "\n", encoding="utf-8")
 

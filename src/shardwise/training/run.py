@@ -48,7 +48,7 @@ class Run:
 
     @property
     def eval_loss(self) -> float | None:
-        """Returns the loss on held-out data at the end, where the task has some."""
+        """Returns the loss on held-out data at the end; None for a task without such data."""
         return self.summary["eval_loss"]
 
     @property
@@ -111,7 +111,7 @@ def _from_config(config: Any) -> list[Given]:
 
 
 def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
-    """Returns keywords as values: a section's dict, a dotted key, or a field of [train]."""
+    """Returns a `Given` for each keyword of `train`: a section's dict, a dotted key, or a field of [train]."""
     nested: dict[str, Any] = {}
     for key, value in overrides.items():
         in_train = key in TrainSection.model_fields and key not in Config.model_fields
@@ -149,7 +149,7 @@ def execute(
 
 
 def _placed(job: Job, resume: str | None) -> Job:
-    """Returns the job with its folder: a new one, or that of the run it goes on with."""
+    """Returns the job with its folder: a new one, or that of the run that it resumes."""
     folder, source, said = find_run(resume, job.effective, job.name)
     if source is None:
         job = job.with_(folder=_new_folder(job))
@@ -181,7 +181,7 @@ def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
 
 
 def _forecast(job: Job) -> dict[str, Any] | None:
-    """Returns the forecast of the run, or None where its configuration names no cluster."""
+    """Returns the forecast of the run as `foresee` does; None where its configuration names no cluster."""
     if job.effective.config.train.cluster is None:
         return None
     from shardwise.training.foresight import foresee
@@ -202,6 +202,7 @@ def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) 
 
 
 def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace | None) -> None:
+    """Raise `InputError` where `nproc`, or the launcher's ranks, are not as many as the plan has."""
     plan = effective.plan
     if nproc is not None and nproc != plan.world_size:
         raise InputError(
@@ -247,6 +248,7 @@ def _deadlines(config: TrainSection) -> Deadlines:
 
 
 def _launched(job: Job) -> dict[str, Any]:
+    """Returns the summary of a run on rank processes that this one starts and watches."""
     from shardwise.ranks import launch
 
     def announce(name: str) -> None:
@@ -270,12 +272,12 @@ def _launched(job: Job) -> dict[str, Any]:
 
 
 def train_rank(job: Job) -> dict[str, Any]:
-    """Run the job on a launched rank; returns its summary."""
+    """Run the job on a launched rank; returns what `summary.json` holds."""
     return _here(job)
 
 
 def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Run:
-    """Runs one rank of a world that a launcher started: rank 0 makes the folder and broadcasts it."""
+    """Run one rank of a world that a launcher started; returns the `Run`. Rank 0 makes the folder and broadcasts it."""
     from shardwise.comm import everybody, gather_json, refuse_shared_devices
     from shardwise.ranks import join
     from shardwise.ranks.launchers import own_device
@@ -312,7 +314,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
 
 
 def _beside_others(job: Job) -> dict[str, Any]:
-    """As `_here`, on a launcher's rank; raises `RunError` that names ranks which have gone, and how to go on."""
+    """Returns the summary as `_here`, on a launcher's rank; `RunError` names ranks that are lost, and how to resume."""
     from shardwise.ranks.lost import named
 
     try:

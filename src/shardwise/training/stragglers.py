@@ -37,7 +37,7 @@ class Stragglers:
         return [float(self.engine.mesh.pp.index), *own]
 
     def look(self, rows: list[list[float]]) -> None:
-        """Takes every rank's row, in rank order; adds a notice on a rank that was slow `LOOKS` times in a row."""
+        """Judge every rank by its `row`, in rank order; add a notice on a rank that was slow `LOOKS` times in a row."""
         stages: dict[float, list[list[float]]] = defaultdict(list)
         # pipeline stages have unequal work, so a rank is compared only with ranks of its own stage
         for stage, *own in rows:
@@ -49,6 +49,7 @@ class Stragglers:
                 self._judge(rank, what, mine, others)
 
     def _judge(self, rank: int, what: str, own: float, others: tuple[float, ...]) -> None:
+        """Count how often in a row a rank was slow in a phase ("": the step), beside the `others` of its stage."""
         usual = median_low(others)  # of two ranks the other one's
         slow = len(others) > 1 and own > TIMES * usual and own > LEAST_S
         self._slow[rank, what] = self._slow[rank, what] + 1 if slow else 0

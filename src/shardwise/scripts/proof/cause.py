@@ -120,7 +120,7 @@ OF_OTHERS = {
 
 @dataclass(frozen=True)
 class Cause:
-    """Which of `CAUSES`, and the facts in its sentence. foreign: the script sets up its ranks by itself."""
+    """One cause: its key in `CAUSES`, and the facts in that sentence. foreign: the script sets up its own ranks."""
 
     name: str
     facts: tuple[object, ...]
@@ -128,16 +128,16 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """The sentence."""
+        """Returns the cause as a sentence with its numbers."""
         return (CAUSES | OF_OTHERS if self.foreign else CAUSES)[self.name].format(*self.facts).rstrip()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What was recorded, and what differs.
+    """The records of both sides of a proof, and how they differ.
 
     control     one process against itself
-    apart       runs the ranks as replicas, which keep what each rank's loss asks; None where that fails
+    apart       runs the ranks as replicas that record each rank's own gradients; returns None where that fails
     cures       runs the ranks with a loss_scope, and tells whether that is equal to one process
     """
 
@@ -152,13 +152,13 @@ class Difference:
 
 
 def cause_of(sides: Difference) -> Cause | None:
-    """Returns the likely cause, None where nothing fits."""
+    """Returns the likely cause of a difference between the sides; None where nothing fits."""
     likely = _of_records(sides)
     return likely and replace(likely, foreign=sides.foreign)
 
 
 def cause_of_change(sides: Difference, before: str) -> Cause:
-    """Returns why one process of a changed script is not that of the script `before` it was changed."""
+    """Returns why one process of a changed script trains otherwise than the script as it was (`before`, its path)."""
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
     step, (now,) = first_step(sides), sides.ranks
@@ -174,7 +174,7 @@ def cause_of_change(sides: Difference, before: str) -> Cause:
 
 
 def _done(sides: Difference) -> str:
-    """Returns what the changed script does otherwise, as far as arithmetic tells."""
+    """Returns a sentence on what the changed script does otherwise, as far as arithmetic tells; never ""."""
     parity, step = sides.parity, first_step(sides)
     was, now = sides.single.steps[step], sides.ranks[0].steps[step]
     if any(at < 0 for at in parity.exceeded.values()):
@@ -198,8 +198,9 @@ def _done(sides: Difference) -> str:
 
 
 def _of_records(sides: Difference) -> Cause | None:
-    """The cause by what was recorded, whatever the script was before."""
+    """Returns the cause that the records of both sides show; None where they show none."""
     single, many, parity = sides.single, sides.ranks[0], sides.parity
+    # from what comes first in a run to what follows from it: each test takes all before it to be equal
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
     if any(step < 0 for step in parity.exceeded.values()) or any(
@@ -225,6 +226,7 @@ def _of_records(sides: Difference) -> Cause | None:
         return _cause("learning_rate", settings)
     if kinds and kinds <= {"buffer"}:
         return _cause("batch_norm_buffers", _first_of(parity))
+    # gradients are equal: what differs came in between gradient and weight
     if "gradient" not in kinds and "loss" not in kinds and "norm" not in kinds:
         if kinds == {"optimizer"}:
             return _cause("optimizer_state", _first_of(parity))
@@ -263,6 +265,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
         shares, rest = _fit(locals_, expected)
         if rest <= NEAR:
             break
+    # one process's gradient is a sum of ranks' own: which sum did the optimizer step on?
     there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
     if rest > NEAR:
         scaled = factor is not None and abs(factor - 1) > NEAR
@@ -276,7 +279,10 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
 
 
 def _weighed(sides: Difference, step: int, single: list[float], ranks: list[float], form: str) -> Cause | None:
-    """The cause where one process's gradient is a sum of the ranks', weighed otherwise."""
+    """Returns the cause where one process's gradient is the ranks' own, added with other weights; None without one.
+
+    single, ranks  coefficients of each rank's own gradient in one process's, and in that of the ranks
+    """
     size = sides.plan.data_ranks
     ratios = [b / a if a else 0.0 for a, b in zip(single, ranks, strict=True)]
     alike = max(ratios) - min(ratios) <= NEAR * abs(max(ratios))
@@ -299,40 +305,45 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
 
 
 def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Difference) -> Cause | None:
+    """Returns the cause where gradients are `factor` times one process's (None: no multiple); None where equal.
+
+    form  how the script called backward: "mean", "mean_over", "weight" or "sum"
+    """
     size = sides.plan.data_ranks
     if factor is None:
         return None if sides.foreign else _not_a_sum(sides, first_step(sides), 1.0)
+    # factors of the number of ranks tell a sum taken for a mean from a mean taken for a sum
     if form == "mean" and abs(factor * size - 1) < NEAR and size > 1:
         return _cause("sum_not_divided")
     if form == "sum" and abs(factor - size) < NEAR and size > 1:
         return _cause("mean_as_sum")
     if form == "weight" and abs(factor - size) < 0.25 * size and size > 1:
         return _cause("weight_of_mean", f"every gradient is {factor:.3g} times that of one process")
-    if abs(factor) <= NEAR:
+    if abs(factor) <= NEAR:  # nothing was reduced
         return _cause("own_backward")
     if abs(factor - 1) <= NEAR:
         return None
-    if "loss" not in kinds:
+    if "loss" not in kinds:  # losses are equal, so gradients were scaled after backward
         return _cause("clip", f"{factor:.6g}")
     return _cause("constant", f"{factor:.6g}")
 
 
 def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
-    """Losses that do not add up: by draws, by what was kept, or by themselves."""
+    """Returns the cause where gradients are no sum of the ranks' own: draws, kept state, or the loss itself."""
     single = sides.single
     before = [each for each in single.steps[:step] if each.model == single.steps[step].model]
     samples = sum(single.steps[step].samples)
     ranks = max(1, sides.plan.data_ranks)
     if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):
         return _cause("uneven_only", step, samples)
-    if before and step not in single.drew:
+    if before and step not in single.drew:  # equal in earlier steps, and nothing is drawn: something is kept
         return _cause("kept", step)
     tried = "" if sides.foreign else _tried(sides.cures)
     return _cause("draws", step, tried) if step in single.drew else _cause("loss_scope", rest, tried)
 
 
 def _tried(cures: Callable[[str], bool]) -> str:
-    """Returns the loss_scope with which the script is equal, as advice."""
+    """Returns advice: the loss_scope with which the script equals one process, or that there is none."""
     scope = next(filter(cures, SCOPES), None)
     if scope is None:
         return NO_SCOPE
@@ -340,7 +351,7 @@ def _tried(cures: Callable[[str], bool]) -> str:
 
 
 def _other_samples(sides: Difference) -> int | None:
-    """The first step whose batches have another sum of numbers on all ranks than in one process, None without one."""
+    """Returns the first step whose batches' numbers have another sum on ranks than in one process; None without one."""
     copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
     for number, mine in enumerate(sides.single.steps):
         theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
@@ -359,8 +370,10 @@ def _other_samples(sides: Difference) -> int | None:
 
 
 def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], float]:
-    """(coefficients of the sum of `parts` that is nearest to `whole`, what is left over, relative; all of it where so
-    many parts would fit anything)."""
+    """Returns (coefficients by which `parts` add up nearest to `whole`, norm of what is left over that of `whole`).
+
+    As many parts as elements would fit anything: (zeros, 1.0) then.
+    """
     if len(parts) >= len(whole):
         return [0.0] * len(parts), 1.0
     found = torch.linalg.lstsq(torch.stack(parts, 1), whole.unsqueeze(1), driver="gelsd").solution.flatten()
@@ -369,7 +382,7 @@ def _fit(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[list[float], f
 
 
 def _factor(ratios: torch.Tensor, expected: torch.Tensor) -> float | None:
-    """By which one vector is a multiple of the other, None where it is none."""
+    """Returns the factor by which `ratios` is a multiple of `expected`; None where it is no multiple."""
     size = float(expected @ expected)
     if not size or not bool(torch.isfinite(ratios).all()):
         return None
@@ -378,7 +391,7 @@ def _factor(ratios: torch.Tensor, expected: torch.Tensor) -> float | None:
 
 
 def _vector(tensors: Tensors, like: Tensors) -> torch.Tensor:
-    """All sketches as one vector, in the order of the names in `like`."""
+    """Returns all sketches as one float64 vector, in the order of the names in `like`; zeros for missing ones."""
     rows = []
     for name, other in like.items():
         mine = tensors.get(name)
@@ -400,13 +413,13 @@ def _sum(backwards: list[Tensors]) -> Tensors:
 
 
 def _parts(backwards: list[Tensors], one_by_one: bool) -> list[Tensors]:
-    """Returns what a rank's backwards ask, each by itself or all together; nothing where none was heard of."""
+    """Returns a rank's gradients of each backward (`one_by_one`), or their sum alone; [] without a backward."""
     heard = [each for each in backwards if any(gradient is not None for gradient in each.values())]
     return heard if one_by_one or not heard else [_sum(heard)]
 
 
 def _unlike(mine: Tensors, theirs: Tensors) -> list[str]:
-    """Returns the names of tensors that both have, and not alike."""
+    """Returns the names of tensors that both have with different values."""
     pairs = ((name, tensor, theirs.get(name)) for name, tensor in mine.items())
     return [name for name, a, b in pairs if a is not None and b is not None and not torch.equal(a, b)]
 
@@ -427,7 +440,7 @@ def _ratio(shares: list[float]) -> str:
 
 
 def _first_of(parity: Parity) -> str:
-    """What exceeds its bar first, in words."""
+    """Returns what exceeds its bar first, in words."""
     if parity.exceeded:
         return first_difference(parity).text()
     return parity.differences[0] if parity.differences else "what is saved at the end"

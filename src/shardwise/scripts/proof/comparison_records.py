@@ -26,24 +26,24 @@ MEETS = {
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """What exceeds its bar in the first step in which anything does."""
+    """The first tensor or number that exceeds its bar: its kind ("gradient"), name and step, -1 before the first."""
 
     kind: str
     name: str
     step: int
 
     def as_dict(self) -> dict[str, object]:
-        """Returns it as plain JSON."""
+        """Returns {"kind", "name", "step"}."""
         return asdict(self)
 
     def text(self) -> str:
-        """Returns it in words."""
+        """Returns the difference in words: "gradient of 'head.weight', step 2"."""
         what = f"{self.kind} of '{self.name}'" if self.name else self.kind
         return f"{what}, step {self.step}" if self.step >= 0 else f"{what}, before the first step"
 
 
 def first_difference(parity: Parity) -> FirstDifference:
-    """Returns what exceeds its bar first, of what does."""
+    """Returns the earliest of the differences that exceed their bars; there must be one."""
     (kind, name), step = min(parity.exceeded.items(), key=lambda item: (item[1], item[0]))
     return FirstDifference(kind, name, step)
 
@@ -62,7 +62,7 @@ def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
 
 
 def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, foreign: bool = False) -> Record:
-    """Returns the first `steps` steps. Tensors of models that did not step are as they were before."""
+    """Returns the first `steps` steps of a script as the `Record` of a proof; models that did not step keep theirs."""
     several = len(script.initial) > 1
     record = Record(states_known=script.states_known, notices=list(script.notices))
     record.trained = {_named(number, name, several) for number, names in enumerate(script.trained) for name in names}
@@ -94,7 +94,7 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
 def _deviations(
     rank: int, first: ScriptRecord, other: ScriptRecord, steps: int, several: bool, foreign: bool
 ) -> list[Deviation]:
-    """What a rank has otherwise than rank 0, in any bit of its sketch."""
+    """Returns a `Deviation` for each tensor whose sketch differs in a bit from rank 0's."""
     record = []
     kinds = ("gradients", "parameters", "buffers", "states")
     for kind in kinds[: 2 if foreign else 4]:
@@ -137,7 +137,7 @@ def zero_gradients(parity: Parity, one: Record, many: Record) -> None:
 
 
 def _is_rounding(record: Record, name: str) -> bool:
-    """Whether a parameter's gradient is rounding beside the model's largest, wherever it has one."""
+    """Whether a parameter's gradients are, in each step that has one, rounding beside the model's largest element."""
     seen = False
     for gradients in record.gradients:
         gradient = gradients.get(name)
@@ -158,11 +158,11 @@ def _is_zero(record: Record, name: str) -> bool:
 def judge(
     parity: Parity, single: ScriptRecord, many: ScriptRecord, ranks: list[ScriptRecord], *, foreign: bool
 ) -> None:
-    """Compare both sides into `parity`."""
+    """Compare one process (`single`) with rank 0 (`many`) and all ranks; the outcome goes into `parity`."""
     steps = min(len(single.steps), len(many.steps))
     if len(single.steps) != len(many.steps):
         parity.differences.append(f"it took {len(many.steps)} optimizer steps, one process {len(single.steps)}")
-    if not steps:
+    if not steps:  # nothing to compare, and the numbers of steps have been told
         parity.loss_error = 0.0
         return
     for name in sorted(single.shapes.keys() & many.shapes.keys()):
@@ -183,6 +183,7 @@ def judge(
         if single.steps[step].settings != many.steps[step].settings:
             parity.differences.append(_settings_differ(step, single.steps[step].settings, many.steps[step].settings))
             break
+    # what is saved at the end differs too where a step does: it would be told twice
     if not parity.exceeded and len(single.final) == len(many.final) and len(single.steps) == len(many.steps):
         _compare_saved(parity, single, many)
         _compare_beside(parity, single, ranks)
@@ -202,7 +203,7 @@ def judge(
 
 
 def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> None:
-    """What `state_dict()` and `save_weights` give at the end."""
+    """Compare what `state_dict()` and `save_weights` give at the end, into `parity`."""
     for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
         label = f"model {number + 1}: " if len(one.final) > 1 else ""
         if mine and theirs and mine.keys() != theirs.keys():
@@ -215,7 +216,7 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
 
 
 def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> str:
-    """By how much a tensor differs from one process's, relative, where that exceeds the bar; else ""."""
+    """Returns the relative difference of `a` from one process's `b` as text ("1.2e-05"); "" within the bar."""
     if a is None or b is None or a.shape != b.shape or not a.numel():
         return ""
     error = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3)
@@ -223,7 +224,7 @@ def _beyond(parity: Parity, a: torch.Tensor | None, b: torch.Tensor | None) -> s
 
 
 def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]) -> None:
-    """Modules that the script names beside its models (a teacher, an average of weights), on every rank."""
+    """Compare modules that the script has beside its models (a teacher, an average of weights), on every rank."""
     for rank, record in enumerate(ranks):
         for name in one.beside.keys() & record.beside.keys():
             if error := _beyond(parity, record.beside[name], one.beside[name]):

@@ -25,7 +25,7 @@ class RankSide:
         self.number = recorder.add(prepared, named, trained)
 
     def apart(self, prepared: OverRanks, loss: torch.Tensor) -> None:
-        """A backward begins: what this rank's loss alone asks of whole weights, where the proof looks for a cause."""
+        """Record the gradient of this rank's loss alone, as a backward begins, where the proof looks for a cause."""
         if not self.recorder.job.apart or prepared.engine.state.tensor is not None:
             return
         named = [(name, param) for name, param in prepared.model.named_parameters() if param.requires_grad]
@@ -35,7 +35,7 @@ class RankSide:
         self.recorder.local_gradients(self.number, gradients)
 
     def before(self, prepared: OverRanks) -> None:
-        """The optimizer's step begins; the script has done to gradients what it does."""
+        """Record whole gradients as the optimizer's step begins, after whatever the script did to them. Collective."""
         self.recorder.raise_eps(prepared.optimizer)
         with prepared._gate.open():
             named = list(prepared.engine.full_gradients())
@@ -44,7 +44,7 @@ class RankSide:
             self.recorder.before(self.number, named)
 
     def after(self, prepared: OverRanks) -> None:
-        """The step is over, and the weights are published."""
+        """Record whole weights, buffers and states after a step, once weights are published. Collective."""
         engine = prepared.engine
         with prepared._reading():
             parameters = list(engine.used_parameters())
@@ -64,7 +64,7 @@ class RankSide:
 
 
 def side_of(prepared: OverRanks, loader: Any, recorder: ScriptRecorder | None) -> RankSide | None:
-    """Returns what records a model that is being prepared, whose loader becomes short; None outside of a proof."""
+    """Returns the recorder of a model that is being prepared, whose loader it shortens; None outside of a proof."""
     if recorder is None:
         return None
     shortened(loader, recorder)

@@ -32,7 +32,7 @@ from shardwise.scripts.script_lines import refuse_call
 
 
 class PlainLoader:
-    """The script's own loader; `part` tells that the batch at hand is whole."""
+    """The script's own loader; `part` is the `Share` of all samples of the current batch."""
 
     def __init__(self, loader: Any, recorder: ScriptRecorder | None, dim: int | None) -> None:
         """`recorder`: is told of each batch, where they are trained on."""
@@ -62,7 +62,7 @@ class PlainLoader:
             self._recorder.epoch_ends(uneven=samples < most)
 
     def _takes(self, batch: Any) -> int:
-        """Returns the samples of a batch that is handed out, 0 where its tensors do not tell."""
+        """Returns how many samples a batch has, and notes them; 0 where its tensors do not tell."""
         try:
             samples = samples_of(batch, self._dim)
         except InputError:
@@ -109,7 +109,7 @@ class Plain:
         mean_over: torch.Tensor | float | None = None, also: Sequence[Plain] = (), retain_graph: bool | None = False,
         summed: bool = False, loader: PlainLoader | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """`loss.backward()`; returns the loss that ranks are told."""
+        """Run `loss.backward()`; returns the micro-batch's loss, a float64 scalar, as `Stepping.backward` does."""
         self._recorder.may_go_on()
         refuse_call(loss, options)
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
@@ -138,7 +138,7 @@ class Plain:
                     param.grad.div_(total)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """torch's own."""
+        """Returns the norm of all gradients, clipped by torch's own function."""
         self._divide()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         norm = nn.utils.clip_grad_norm_(params, max_norm)
@@ -146,7 +146,7 @@ class Plain:
         return norm
 
     def barrier(self) -> None:
-        """Nothing: there is nobody to wait for."""
+        """Does nothing: one process has no other to wait for."""
 
     @contextmanager
     def whole(self, *, grads: bool = False, state: bool = False) -> Iterator[None]:
@@ -154,60 +154,60 @@ class Plain:
         yield
 
     def sum(self, *values: Any) -> list[Any]:
-        """What it is given: numbers as floats, tensors with dims without gradient."""
+        """Returns the values themselves: numbers as floats, tensors with dims without gradient."""
         self._recorder.met(SUMMED)
         numbers = (value.detach() if isinstance(value, torch.Tensor) else value for value in values)
         return [float(n) if not isinstance(n, torch.Tensor) or not n.dim() else n for n in numbers]
 
     def gather(self, tensor: torch.Tensor, loader: Any = None) -> torch.Tensor:
-        """What it is given, without gradient."""
+        """Returns the tensor itself, without gradient."""
         self._recorder.met(SUMMED)
         return tensor.detach()
 
     def split(self, loader: Any, *, trains: bool = False) -> PlainLoader:
-        """The loader."""
+        """Returns the script's other loader as a `PlainLoader`, which yields whole batches."""
         if not trains:
             self._recorder.met(BESIDE)
         return PlainLoader(loader, self._recorder if trains else None, None)
 
     def deal(self, *batch: Any) -> Any:
-        """The batch."""
+        """Returns the whole batch; of several arguments a tuple."""
         given = batch[0] if len(batch) == 1 else batch
         self.loader._takes(given)
         return given
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole weights and buffers, on the CPU."""
+        """Returns {name: copy on the CPU} of weights and buffers."""
         return {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
 
     def load_state_dict(self, state: Any, strict: bool = True) -> Any:
-        """The model's own."""
+        """Returns what the model's own `load_state_dict` does: the missing and unexpected keys."""
         self._recorder.met("a load")
         return self.model.load_state_dict(state, strict)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The values of the model's parameters."""
+        """Yields the values of the model's parameters, without gradient."""
         return (param.detach() for param in self.model.parameters())
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """The model's buffers."""
+        """Yields the model's buffers."""
         return self.model.buffers()
 
     def save_weights(self, path: str | Path) -> None:
-        """Weights and buffers as one safetensors file."""
+        """Write weights and buffers as one safetensors file."""
         from safetensors.torch import save_file
 
         self._recorder.met("a save")
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, str(path))
 
     def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """`optimizer`, which is recorded from here on."""
+        """Returns `optimizer` itself, which is recorded from here on."""
         self.optimizer = optimizer
         self._hook(optimizer)
         return optimizer
 
     def save(self, folder: str | Path, **fields: Any) -> Path:
-        """`shardwise.save`: everything as torch writes it."""
+        """Write the model, the optimizer's state and `fields` by `torch.save`; returns the new folder of this step."""
         self._recorder.met("a save")
         path = Path(folder) / f"step-{len(self._recorder.record.steps):08d}"
         path.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ class Plain:
             self._recorder.met("an evaluation")
 
     def _hook(self, optimizer: Optimizer) -> None:
-        """Record the optimizer's steps."""
+        """Have each step of the optimizer recorded."""
         self._recorder.raise_eps(optimizer)
         inner, plain = optimizer.step, self
 
@@ -235,6 +235,7 @@ class Plain:
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Returns the result of the optimizer's own step (`inner`), recorded with gradients and weights."""
         recorder = self._recorder
         recorder.raise_eps(self.optimizer)
         if closure is not None:

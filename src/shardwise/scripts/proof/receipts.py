@@ -77,7 +77,7 @@ def write(script: str, plan: Plan, parity: Parity, steps: int, files: dict[str, 
 
 
 def line_of(script: str, plan: Plan) -> str:
-    """Returns what is known of a script under a plan, in one line."""
+    """Returns one line on whether a script was proven under a plan: when, by which command, or how to prove it."""
     home = Path(script).resolve().parent
     verdict = _read(home / FOLDER / FILE).get(Path(script).name, {}).get(kind_of(plan))
     again = f"shardwise verify {Path(script).name} --plan {plan}"
@@ -92,7 +92,7 @@ def line_of(script: str, plan: Plan) -> str:
 
 
 def kind_of(plan: Plan) -> str:
-    """Returns what plans have in common that differ by degrees above 1 and by precision alone."""
+    """Returns a text that is the same for plans that differ by degrees above 1 and by precision alone."""
     plain = plan.exact(Plan().precision)
     degrees = {name: getattr(plain, name) for name in DEGREES}
     return str(plain.with_(**{name: 2 for name, degree in degrees.items() if isinstance(degree, int) and degree > 1}))

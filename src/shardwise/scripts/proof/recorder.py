@@ -65,7 +65,7 @@ class StepRecord:
 
 @dataclass
 class ScriptRecord:
-    """All that one process of a script did, to be sent to the proof."""
+    """The record of one process of a script: its steps, weights before and after them, notices; sent to the proof."""
 
     steps: list[StepRecord] = field(default_factory=list)
     initial: list[Tensors] = field(default_factory=list)  # by model: parameters and buffers as they were prepared
@@ -87,7 +87,7 @@ class ScriptRecord:
     names: list[dict[str, str]] = field(default_factory=list)  # by optimizer: of "parameter 3", in what was prepared
 
     def rename(self, names: list[dict[str, str]]) -> None:
-        """Give parameters that are known by their places in optimizers the names that models have for them."""
+        """Rename parameters that were recorded by their place in an optimizer to their names in a model."""
 
         def of(number: int, text: str) -> str:
             known = names[number] if number < len(names) else {}
@@ -106,7 +106,7 @@ class ScriptJob:
     """What a process of a proof is to run.
 
     plain       as the one process, in which `prepare` only records
-    plan        in the place of the script's own; None: its own. scope: likewise, of the loss
+    plan        in place of the script's own plan; None: the script's. scope: likewise, of loss_scope
     limit       steps of each model after which the script is ended; None: it runs to its end. epochs: in its place
     shorten     batches of an epoch that are kept beside its last one; None: all
     apart       ranks also keep what each backward asks of their own samples, to find the cause of a difference
@@ -115,7 +115,7 @@ class ScriptJob:
                 larger
     foreign     a script that sets up its ranks by itself: RANK and the like are shown
     hooks       records through torch's hooks: "alone", or "beside" what prepare tells (`ScriptRecord.seen`)
-    hides       does not show them, which ranks are shown else
+    hides       RANK and the like are hidden from the script, though ranks are shown them otherwise
     total       steps of all models after which the script is ended; None: as limit and epochs have it
     folder      where the script stands; `stands_in`: in a `scratch` folder that looks like it
     """
@@ -164,7 +164,7 @@ class ScriptRecorder:
         return plan.with_(accumulate=accumulate).exact("fp64" if self.job.exact else "fp32")
 
     def add(self, prepared: Any, named: Named, trained: set[str]) -> int:
-        """Begin with a model that was prepared; returns its number."""
+        """Begin to record a prepared model, with its initial tensors; returns its number, from 0."""
         self.models.append(prepared)
         initial: Tensors = {}
         for name, tensor in named:
@@ -191,20 +191,20 @@ class ScriptRecorder:
             raise Enough
 
     def loss(self, model: int, value: float, form: str) -> None:
-        """A backward of a model: its loss over all samples, and how it was called."""
+        """Record a backward of a model: its loss over all samples, and how it was called ("mean", "weight", ...)."""
         step = self._coming[model]
         step.losses.append(value)
         step.forms.add(form)
 
     def local_gradients(self, model: int, gradients: Tensors) -> None:
-        """What a backward asked of this rank's samples alone, as sketches."""
+        """Record the gradients, as sketches by name, of one backward over this rank's samples alone."""
         self._coming[model].locals.append(gradients)
 
     # --- what is told of a step
 
     @torch.no_grad()
     def before(self, model: int, gradients: Named) -> None:
-        """An optimizer's step begins, with these whole gradients."""
+        """Record whole gradients, (name, tensor or None), as an optimizer's step begins."""
         step, self._coming[model] = self._coming[model], StepRecord(model)
         for name, gradient in gradients:
             self._note(model, f"the gradient of {name}", gradient)
@@ -220,7 +220,7 @@ class ScriptRecorder:
     @torch.no_grad()
     def after(self, model: int, parameters: Named, buffers: Named, states: Iterable[tuple[str, Any]],
               groups: list[dict[str, Any]]) -> None:  # fmt: skip
-        """The step is over."""
+        """Record a model's whole parameters and buffers, and its optimizer's states and settings, after a step."""
         step = self.record.steps[-1]
         for into, named in ((step.parameters, parameters), (step.buffers, buffers)):
             for name, tensor in named:
@@ -233,24 +233,24 @@ class ScriptRecorder:
     # --- what is told of batches
 
     def batch(self, samples: int, content: float) -> None:
-        """A batch was handed out: samples of all ranks, and the sum of the numbers of this rank's."""
+        """Record that a batch was handed out: its samples over all ranks, and the content of this rank's part."""
         self._since.samples.append(samples)
         self._since.content += content
         self._stood = standing()
 
     def called(self, content: float) -> None:
-        """A model was called with tensors of this sum of numbers, where nothing tells of batches."""
+        """Record a model's call by the content of its arguments (`content_of`), where nothing tells of batches."""
         self._since.content += content
 
     def epoch_ends(self, *, uneven: bool) -> None:
-        """A loop over the loader has had its last batch; `uneven`: which had fewer samples than those before."""
+        """Note that a loop over the loader has had its last batch; `uneven`: that had fewer samples than others."""
         self._ended_epochs += 1
         self.met("an epoch's end")
         if uneven:
             self.met("an uneven last batch")
 
     def met(self, what: str) -> None:
-        """Note one of the things that a proof should meet."""
+        """Note that the script did something that a proof lists, such as "a save" or "a load"."""
         self.record.met.add(what)
 
     def _note(self, model: int, name: str, tensor: torch.Tensor | None) -> None:
@@ -295,7 +295,7 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
 
 @torch.no_grad()
 def nudge(params: Iterable[torch.Tensor], job: ScriptJob) -> None:
-    """Move each element of the weights by one epsilon, up or down, where the job asks for it."""
+    """Multiply each element of the weights by 1 + eps or 1 - eps, drawn by the job's seed; nothing where that is 0."""
     if not job.nudge:
         return
     generator = torch.Generator().manual_seed(job.nudge)
@@ -307,7 +307,7 @@ def nudge(params: Iterable[torch.Tensor], job: ScriptJob) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a number, text or a tuple of them."""
+    """Returns a setting as a number, text or a tuple of these; an object as the name of its class."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else tuple(value.flatten().tolist())
     if isinstance(value, list | tuple):
@@ -320,7 +320,7 @@ BLOCKS = 256
 
 
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns float64 on the CPU: a copy of a small tensor in its shape, else `BLOCKS` sums of signed elements."""
+    """Returns a float64 copy of a small tensor on the CPU; of a larger one `BLOCKS` sums of its elements with signs."""
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values.to_dense()

@@ -64,11 +64,12 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         try:
             with _in_double() if asked.exact else CoarsestDtype(recorder.record):
                 _run(asked, recorder)
-        except Enough:
+        except Enough:  # the recorder has its steps
             pass
         except ShardwiseError:
             raise
         except (Exception, SystemExit) as error:
+            # a rank's failure is raised, which ends the other ranks; that of one process is noted in its record
             if not asked.plain and isinstance(error, SystemExit):
                 raise RunError(f"the script ended itself: sys.exit({error.code!r})") from None
             if not asked.plain:
@@ -80,13 +81,14 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
 
 
 def _names_of(optimizer: torch.optim.Optimizer, prepared: list[Any]) -> dict[str, str]:
-    """Returns, for each place in an optimizer ("parameter 3"), the name of that parameter in a prepared model."""
+    """Returns {"parameter 3", the place in an optimizer: that parameter's name in a prepared model}."""
     names = {id(param): name for each in prepared for name, param in each.model.named_parameters()}
     params = (param for group in optimizer.param_groups for param in group["params"])
     return {f"parameter {at}": names[id(param)] for at, param in enumerate(params) if id(param) in names}
 
 
 def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
+    """Run the script as `__main__`, until its end or `Enough`; record what its models, modules and files are then."""
     sys.argv = [asked.path, *asked.arguments]
     sys.path.insert(0, str(Path(asked.path).resolve().parent))
     for name in HIDDEN if asked.hides or (asked.plain and not asked.foreign) else ():  # which torchrun shows to ranks
@@ -112,7 +114,7 @@ def _run(asked: ScriptJob, recorder: ScriptRecorder) -> None:
 
 
 def _names_in(error: BaseException, path: str) -> dict[str, Any]:
-    """Returns the script's names, those of its functions under way too, where an exception has left it."""
+    """Returns {name: value} of the script's globals and its functions' locals where an exception has left it."""
     trace, names = error.__traceback__, dict[str, Any]()
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == path:
@@ -122,7 +124,7 @@ def _names_in(error: BaseException, path: str) -> dict[str, Any]:
 
 
 def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str, torch.Tensor | None]:
-    """The weights and buffers of modules that the script names beside those that it prepared, as sketches."""
+    """Returns {"variable.path": sketch} of weights and buffers of the script's modules that were not prepared."""
     models = [getattr(each, "model", None) for each in recorder.models]
     own = {id(part) for model in models if isinstance(model, nn.Module) for part in model.modules()}
     tensors: dict[str, torch.Tensor | None] = {}
@@ -135,14 +137,14 @@ def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str
 
 
 def _final(prepared: Any) -> dict[str, torch.Tensor | None]:
-    """What the model's `state_dict()` and `save_weights` give at the end, as sketches. Collective."""
+    """Returns {name: sketch} of the model's `state_dict()` at the end of the script. Collective."""
     if isinstance(prepared, torch.optim.Optimizer):  # of a script that prepares nothing
         return {}
     return {name: sketch(tensor) for name, tensor in prepared.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
 def _failure_of(error: BaseException, asked: ScriptJob, said: TextIO) -> tuple[str, str]:
-    """(what to say of it, its traceback from the script's first line on; "" where the first says all)."""
+    """Returns (the failure in one line, its traceback from the script's first line on; "" where one line says all)."""
     lines = traceback.format_exception(error)
     what, named = traceback.format_exception_only(error)[-1].strip(), getattr(error, "filename", None)
     if isinstance(error, SystemExit):
@@ -172,7 +174,7 @@ def _in_double() -> Iterator[None]:
 
 
 class WideDouble(KeepDouble):
-    """As `KeepDouble`, and numbers that are drawn or made in a narrow dtype are wide too."""
+    """Mode that keeps float64 against casts, as `KeepDouble`, and widens numbers drawn or made in a narrow dtype."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -223,7 +225,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _silence() -> Iterator[TextIO]:
-    """Context: what the script prints goes nowhere; gives the file of what it says on stderr."""
+    """Context: stdout goes nowhere; yields the open temporary file to which stderr goes."""
     with ExitStack() as inside:
         inside.enter_context(redirect_stdout(inside.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         yield inside.enter_context(redirect_stderr(inside.enter_context(TemporaryFile("w+", encoding="utf-8"))))

@@ -35,7 +35,7 @@ _ACTIVE: list[Scratch] = []  # that this process stands in
 
 @cache
 def _listening() -> None:
-    """Have Python tell what is opened, once for the process: a hook cannot be taken away again."""
+    """Add an audit hook that tells active `Scratch`es of opened files, once for the process: it cannot be removed."""
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
         for each in _ACTIVE:
@@ -71,7 +71,7 @@ class Scratch:
     # --- what the script writes
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
-        """Python is about to open, remove or move something."""
+        """Audit hook: copies a linked file before Python writes, removes or moves it; refuses files outside."""
         if not self._active:
             return
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
@@ -81,18 +81,18 @@ class Scratch:
                 kept = (isinstance(mode, str) and "w" not in mode) or not isinstance(mode, str)
                 self._before_write(os.fsdecode(path), keeps=kept)
         elif event in ("os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"):
-            for path in args[:2]:
+            for path in args[:2]:  # of a rename also where it goes
                 if isinstance(path, str | bytes | os.PathLike):
                     self._refuse_outside(os.fsdecode(path))
 
     def _saving(self, obj: Any, f: Any, *args: Any, **options: Any) -> Any:
-        """`torch.save`, which opens files without Python."""
+        """Stands for `torch.save`, which opens files without Python's audit; returns what that does."""
         if isinstance(f, str | os.PathLike):
             self._before_write(os.fspath(f), keeps=False)
         return self._save(obj, f, *args, **options)
 
     def _before_write(self, path: str, *, keeps: bool) -> None:
-        """Put a file of the script's own in the place of a link; `keeps`: with what the user's holds."""
+        """Replace a link by a file of the script's own before it is written; `keeps`: with the user's content."""
         self._refuse_outside(path)
         link = Path(path)
         if not link.is_symlink() or not self._is_inside(link):
@@ -146,14 +146,14 @@ def looking_like(home: str) -> Iterator[str]:
 
 
 class _Copy:
-    """Folders anew, small files as copies, large ones as links; what the user may not read is left out."""
+    """Copies a folder's tree: small files as copies, large ones as links, without files that the user may not read."""
 
     def __init__(self, *left_out: Path) -> None:
         self._files, self._bytes = MOST_FILES, MOST_BYTES
         self._seen = {*left_out}  # folders, by where they lie: a link may lead to one that is there
 
     def make(self, source: Path, to: Path) -> None:
-        """Fill the folder `to` with what lies in `source`, a path without links."""
+        """Fill the folder `to` with the entries of the folder `source`, a path without links."""
         try:
             entries = sorted(os.scandir(source), key=lambda entry: entry.name)
         except OSError:
@@ -162,18 +162,18 @@ class _Copy:
             if entry.name in _LEFT_OUT:
                 continue
             place, real = to / entry.name, Path(entry.path)
-            if entry.is_symlink():
+            if entry.is_symlink():  # copied is what it leads to
                 real = real.resolve()
             self._files -= 1
             if real.is_dir() and self._files > 0 and real not in self._seen:
                 self._seen.add(real)
                 place.mkdir()
                 self.make(real, place)
-            elif not self._copied(real, place):
+            elif not self._copied(real, place):  # beyond a limit, or a folder that was met before
                 place.symlink_to(entry.path)
 
     def _copied(self, real: Path, place: Path) -> bool:
-        """Whether a file was copied: it is a plain one, and there is room for it."""
+        """Copy a plain file, where the limits of count and bytes have room; returns whether it was copied."""
         try:
             size = real.stat().st_size
             if not real.is_file() or size > MOST_OF_A_FILE or size > self._bytes or self._files <= 0:

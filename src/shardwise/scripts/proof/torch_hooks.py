@@ -74,16 +74,18 @@ class TorchHooks:
     # --- what torch tells
 
     def _called(self, module: nn.Module, args: tuple) -> None:
-        """A module is called; the outermost ones name parameters."""
+        """Hook before a module's forward: note the outermost modules, after which parameters are named."""
         if any(module is root for root in self._roots):
             return
         held = {id(param) for param in module.parameters()}
+        # inside an outermost module, by its parameters: called without gradients it is an evaluation
         if not held or any(held <= {id(param) for param in root.parameters()} for root in self._roots):
             if held and not torch.is_grad_enabled() and not module.training:
                 self._recorder.met("an evaluation")
             return
         met = {id(param) for root in self._roots for param in root.parameters()}
         nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job)
+        # this module may hold earlier ones, which were called by themselves first
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
         for param in module.parameters() if self._recorder.job.apart else ():
             if param.requires_grad and id(param) not in self._heard:
@@ -91,12 +93,12 @@ class TorchHooks:
                 self._stack.callback(param.register_hook(partial(self._asks, id(param))).remove)
 
     def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """A module was called with these samples."""
+        """Hook after a module's forward: record its arguments' content, for an outermost module in training."""
         if torch.is_grad_enabled() and any(module is root for root in self._roots):
             self._recorder.called(content_of((args, kwargs)))
 
     def _asks(self, param: int, gradient: torch.Tensor) -> None:
-        """A backward asks this of a parameter, on this rank alone."""
+        """Record the gradient that a backward gives a parameter, on this rank alone. `param`: its id."""
         if self._asked:
             before = self._asked[-1].get(param)
             mine = sketch(gradient)
@@ -110,6 +112,7 @@ class TorchHooks:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Hook before an optimizer's step: record a new one's weights, and gradients unless a closure is to come."""
         self._inside += 1
         if self._inside > 1:  # an optimizer within another one
             return
@@ -128,7 +131,7 @@ class TorchHooks:
                 self._finds(optimizer, named)
 
     def _finds(self, optimizer: Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
-        """An optimizer's step has these gradients, and the losses of the backwards since its last one."""
+        """Record an optimizer's step: gradients of its parameters (`named`) and the losses since the step before."""
         number = self._numbers[id(optimizer)]
         for value in self._losses:
             self._recorder.loss(number, value, "mean")
@@ -141,8 +144,9 @@ class TorchHooks:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Hook after an optimizer's step: record whole weights, buffers, states, and a closure's gradients."""
         self._inside -= 1
-        if self._inside:
+        if self._inside:  # of an optimizer that another one steps
             return
         if self._closure is not None:
             with self._readable(grads=True):
@@ -164,7 +168,7 @@ class TorchHooks:
     # --- names and whole tensors
 
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-        """(name, parameter) of the modules that the optimizer trains, and of what it trains beside them."""
+        """Returns (name, parameter) of the modules that the optimizer trains, then of its parameters of no module."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         names = self._names(self._roots_of(optimizer), "parameters") if self._recorder.job.foreign else {}
         of_roots = self._of_roots(optimizer, "parameters") if names else []
@@ -173,19 +177,19 @@ class TorchHooks:
         return of_roots + [(names.get(id(param), f"parameter {place}"), param) for place, param in beside]
 
     def _roots_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        """Returns the roots of which the optimizer trains a parameter; all of them where there is none."""
+        """Returns the outermost modules of which the optimizer trains a parameter; all where it trains none's."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [root for root in self._roots if any(id(param) in held for param in root.parameters())] or self._roots
 
     def _of_roots(self, optimizer: Optimizer, kind: str) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
+        """Returns (name, whole tensor) of all "parameters" or "buffers" of the modules that the optimizer trains."""
         roots = self._roots_of(optimizer)
         names = self._names(roots, kind)
         tensors = {id(tensor): tensor for root in roots for _, tensor in getattr(root, f"named_{kind}")()}
         return [(names[key], tensor) for key, tensor in tensors.items()]
 
     def _names(self, roots: list[nn.Module], kind: str) -> dict[int, str]:
-        """Returns names of tensors by their ids. Those of a script that sets up its ranks are the outermost module's: a
+        """Returns {id of a tensor: its name}. Those of a script that sets up its ranks are the outermost module's: a
         Lightning module's networks are called one by one in one process, and on ranks a wrapper of it is."""
         tops = list(dict.fromkeys(map(self._top, roots))) if self._recorder.job.foreign else roots
         rows: dict[int, tuple[int, str]] = {}
@@ -201,7 +205,7 @@ class TorchHooks:
         return self._tops[id(root)]
 
     def _units(self) -> list[nn.Module]:
-        """The outermost units of FSDP1."""
+        """Returns FSDP1's outermost units (`FullyShardedDataParallel` modules)."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         units = (FullyShardedDataParallel.fsdp_modules(root, root_only=True) for root in self._roots)
@@ -224,7 +228,7 @@ class TorchHooks:
 
 
 def _whole(value: Any) -> Any:
-    """A DTensor's whole tensor; anything else as it is. Collective."""
+    """Returns a DTensor's whole tensor; anything else as it is. Collective."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -250,7 +254,7 @@ def outermost(module: nn.Module) -> nn.Module:
 
 
 def _bare(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Returns a parameter's name without what wrappers put into it ("module.", "_orig_mod.")."""
     before = ""
     while before != name:
         before, name = name, _WRAPPED.sub(r"\1", name).replace("..", ".").lstrip(".")

@@ -51,7 +51,7 @@ class _Runs:
     timeout_s: float
 
     def on(self, ranks: int, job: ScriptJob) -> list[ScriptRecord]:
-        """Returns the records of all ranks, which stand in one scratch folder unless the job runs for real."""
+        """Returns the record of each rank, by rank; with `job.stands_in` all run in one scratch folder."""
         if self.pool is None:
             from shardwise.ranks import RankPool
 
@@ -62,7 +62,7 @@ class _Runs:
             return list(self.pool.run(run_in_proof, ranks, replace(job, scratch=scratch), timeout_s=self.timeout_s))
 
     def in_one(self, job: ScriptJob) -> ScriptRecord:
-        """Returns the record of one process; `InputError` where the script takes the process with it."""
+        """Returns the record of one process, failed or not; `InputError` where the script ends the process itself."""
         try:
             (record,) = self.on(1, job)
         except RunError as error:
@@ -165,7 +165,7 @@ def verify_script(
 
 
 def _noted(path: str, plan: Plan | None, parity: Parity, record: ScriptRecord) -> Parity:
-    """Returns the proof, which is noted beside the script where it is of a plan."""
+    """Returns `parity` itself; the proof of a plan is noted in a file beside the script."""
     if plan is not None:
         receipts.write(path, plan, parity, len(record.steps), record.files)
     return parity
@@ -175,7 +175,7 @@ def _difference(
     runs: _Runs, asked: ScriptJob, layout: Plan, first: ScriptRecord, ranks: list[ScriptRecord], parity: Parity,
     itself: Parity,
 ) -> Difference:  # fmt: skip
-    """Returns what differs, with the runs by which its cause is looked for. itself: one process against itself."""
+    """Returns the `Difference`, with the runs by which its cause is sought. itself: one process against itself."""
     return Difference(
         first, ranks, parity, layout, itself, apart=_apart(runs, asked, layout),
         cures=_cures(runs, asked, layout, first), foreign=asked.foreign,
@@ -245,7 +245,7 @@ def _refuse_not_finite(first: ScriptRecord) -> None:
 
 
 def _against(first: ScriptRecord, other: ScriptRecord) -> Parity:
-    """Returns how one process compares with the first."""
+    """Returns the `Parity` of another run of one process (`other`) with the first."""
     parity = Parity("single", 1, bars=dict(FLOAT64_BARS))
     judge(parity, first, other, [other], foreign=False)
     return parity
@@ -285,7 +285,7 @@ def _compare_change(runs: _Runs, reference: ScriptJob, own: ScriptRecord, before
 def _on_ranks(
     runs: _Runs, asked: ScriptJob, chosen: Plan | None, parity: Parity
 ) -> list[ScriptRecord] | None:  # fmt: skip
-    """What the script does on each rank; None where that is a refusal or an error, which `parity` then tells."""
+    """Returns the record of each rank; None where the plan is refused or a rank fails, which `parity` then tells."""
     try:
         if chosen is not None:
             check(chosen)
@@ -310,6 +310,7 @@ def _asked(
     path: str | Path, arguments: Sequence[str], plan: Any, steps: int | None, epochs: int | None, nproc: int | None,
     cwd: str | Path | None, against: str | Path | None,
 ) -> ScriptJob:  # fmt: skip
+    """Returns the job of the one process, from the words of `verify`; raises `InputError` where they contradict."""
     script = Path(path)
     if not script.is_file():
         raise InputError(f"verify: there is no file {path}")
@@ -329,12 +330,12 @@ def _asked(
 
 
 def _as_one_process(asked: ScriptJob, one: str | None) -> ScriptJob:
-    """What the one process runs."""
+    """Returns the job for the one process, with arguments `one` (as on a command line) in place of its own."""
     return replace(asked, arguments=asked.arguments if one is None else tuple(shlex.split(one)))
 
 
 def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
-    """The plan to prove: the one that was asked for, else the script's own; None: the script sets up its ranks."""
+    """Returns the plan to prove: the one asked for, else the script's own; None: the script sets up its ranks."""
     if asked.foreign:
         return None
     plans = [Plan.parse(text) for text in first.plans]
@@ -386,7 +387,8 @@ def _set_bars(
 
 
 def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[ScriptRecord] | None]:
-    """Returns what runs the ranks of samples as replicas, each keeping what its own loss asks."""
+    """Returns a function that runs the data ranks as replicas that record their own gradients, and returns the records;
+    None where there is one data rank, or the run fails."""
 
     def run() -> list[ScriptRecord] | None:
         replicas = Plan(dp_replicate=plan.data_ranks, accumulate=plan.accumulate)
@@ -404,7 +406,7 @@ def _apart(runs: _Runs, asked: ScriptJob, plan: Plan) -> Callable[[], list[Scrip
 def _cures(
     runs: _Runs, asked: ScriptJob, plan: Plan, single: ScriptRecord
 ) -> Callable[[str], bool]:  # fmt: skip
-    """Returns what runs the ranks with another loss_scope: whether they are equal to `single` then."""
+    """Returns a function loss_scope -> whether ranks that run with it equal one process (`single`)."""
 
     def run(scope: str) -> bool:
         job = replace(asked, plain=False, scope=scope)
@@ -420,7 +422,7 @@ def _cures(
 
 
 def _failed_on_ranks(error: RunError, path: str) -> str:
-    """Returns what is said of an error on a rank, with the script's own line."""
+    """Returns a sentence on an error on a rank, with the script's own line."""
     trace = getattr(error, "remote_traceback", "").rstrip() or str(error)
     what, rank = cause_of(trace, path), getattr(error, "rank", 0)
     if trace.splitlines()[-1].startswith("shardwise."):  # an error of ours, found in a step: it says what to do
