@@ -141,4 +141,3 @@ def test_blocks_that_no_kernel_of_a_gpu_takes() -> None:
         assert fused_kernels.kernel_for(q[:, :, :0], k, v, False, 1.0) is None
     with standing_in(SDPBackend.MATH):
         assert fused_kernels.kernel_for(q, k, v, True, 1.0) is None
-    assert fused_kernels.torchs_choice(q.to("meta"), k, v, True, 1.0) == SDPBackend.MATH

@@ -62,7 +62,8 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> K
 
 def torchs_choice(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> SDPBackend:
     """Returns the kernel by which torch would compute attention of these tensors and its gradients on their device."""
-    if q.device.type != "cuda":  # of other accelerators, torch documents no kernel that returns log-sum-exps
+    key = torch._C._dispatch_key_for_device(q.device.type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_sdp_choice", key):  # of most accelerators
         return SDPBackend.MATH
     asked = [tensor.detach().requires_grad_() for tensor in (q, k, v)]  # some have no backward for wide heads
     choice = SDPBackend(torch._fused_sdp_choice(*asked, None, 0.0, causal, scale=scale))
