@@ -29,6 +29,7 @@ from shardwise.task import Task
 from shardwise.tiers import Activations, ShardFile, StateTiers
 
 if TYPE_CHECKING:
+    from shardwise.step.as_made import AsMade
     from shardwise.step.staged import StagedForward
 
 
@@ -53,6 +54,7 @@ class RankState:
     read          digests of the whole values that frozen weights have in the task's files, of those held here
     written       the forward writes into weights
     tier          where the optimizer's state lies between steps, where the plan has offload
+    as_made       which gradients of a step have come, where the plan updates weights within backward
     shards        the file in which shards of weights lie, where the plan has that
     activations   where what blocks keep for backward lies until then, where the plan has that
     used          indices of the parameters that any rank reached in the last step
@@ -99,6 +101,7 @@ class RankState:
     chunks: Chunks | None = None
     pairs: frozenset[str] = frozenset()
     tier: StateTiers | None = None
+    as_made: AsMade | None = None
     activations: Activations | None = None
     shards: ShardFile | None = None
     read: dict[str, str] = field(default_factory=dict)
