@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from mutations.tasks import adafactor
 from torch import Tensor, nn
 
-from shardwise import Task, parallelize
+from shardwise import RefusedPlan, RunError, Task, parallelize
 from shardwise.comm.buckets import small_buckets
 from shardwise.digest import digest
 from shardwise.models import tasks
@@ -125,3 +126,74 @@ def test_left_out_layers_with_gradients_held(pool: RankPool) -> None:
         pool.run(made, 1, branches, f"dp_replicate=1{more}", 4)[0] for more in ("", ",offload=optimizer:disk")
     )
     assert plain["weights"] == on_disk["weights"] and plain["state"] == on_disk["state"]
+
+
+class Bursts(nn.Module):
+    """Its loss is finite, and in the second step the gradient of its last layer is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layers(x[:, :8])
+        return made + torch.sqrt(made.abs() * 0 + (x[:, 8:] < 0))  # of 0 where x is positive, whose slope is infinite
+
+
+def bursts() -> Task:
+    def batch(step: int) -> Tensor:
+        return torch.randn(4, 9, generator=torch.Generator().manual_seed(step)).index_fill(
+            1, torch.tensor([8]), 2.0 * (step == 1) - 1
+        )
+
+    return Task(
+        name="bursts", model=Bursts, batch=batch, inputs=lambda x: ((x,), {}),
+        loss=lambda output, x: (output.square().sum() + output.sum(), len(output)),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+    )  # fmt: skip
+
+
+def burst(plan: str) -> list[str]:
+    """Returns the errors of a step whose norm is not finite, and of the one after it."""
+    task, told = bursts(), []
+    engine = parallelize(task, plan, check_loss=False)
+    assert task.batch is not None
+    engine.step(task.batch(0))
+    for step in (1, 2):
+        try:
+            engine.step(task.batch(step))
+            told.append("")
+        except RunError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("plan", ["offload=optimizer:disk", "dp_replicate=2", "dp_shard=2,zero=3"])
+def test_a_norm_that_is_not_finite_ends_the_run(plan: str, pool: RankPool) -> None:
+    """Weights have moved by then: no step and no checkpoint of them follows."""
+    for first, second in pool.run(burst, LAYOUTS.get(plan, 1), f"{plan},gradients=as_made"):
+        assert "gradient norm nan is not finite in step 1" in first
+        assert "weights and the optimizer's state belong to different steps" in second
+
+
+def refused(name: str | Callable[[], Task], plan: str, **options: Any) -> str:
+    task = getattr(tasks, name)() if isinstance(name, str) else name()
+    try:
+        parallelize(task, plan, **options)
+    except RefusedPlan as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "options", "words"),
+    [
+        ("mlp", "", {"clip_norm": 1.0}, "clip_norm scales gradients by the norm of all of them"),
+        ("mlp", "", {"on_nonfinite": "skip"}, "looks at the norm of all gradients"),
+        (adafactor, "dp_shard=2,zero=1", {}, "updates whole tensors on their owners"),
+    ],
+)
+def test_what_needs_all_gradients_first(name: Any, plan: str, options: Any, words: str, pool: RankPool) -> None:
+    text = ",".join(filter(None, [plan, "gradients=as_made"]))
+    for told in pool.run(partial(refused, name, text, **options), 2 if plan else 1):
+        assert told.startswith("gradients=as_made: ") and words in told and told.endswith("leave gradients out")

@@ -293,6 +293,7 @@ class Plan:
         if not defaults:
             # `base` has this plan's own dp_shard and pp, from which other defaults follow
             always = [*(["dp_shard", "zero"] if self.dp_shard > 1 else []), *(["pp"] if self.pp > 1 else [])]
+            always += ["zero"] if self.moves_weights else []
             items = {k: v for k, v in items.items() if k in always or v != getattr(base, k)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in items.items()}
 

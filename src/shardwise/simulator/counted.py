@@ -37,7 +37,7 @@ class StepTrace:
     in_order     elements of each trained one by its place, in the order in which the optimizer is given them
     wholes       elements of the whole weight, by the place of each that tp cuts
     final        elements of the gradient that came last in backward, none where one never came
-    arrived      (place in the module's order, live bytes as for `peak`) of each gradient as it came; where that was asked
+    arrived      (place in the module's order, live bytes as for `peak`) of each gradient as it came, if asked
     units        parameters of each repeated block, and of the rest
     shard_elements        elements of the weights that rest on a rank, where a technique that shards them was played
                           around the micro-batches; `peak` has what it makes besides

@@ -71,7 +71,7 @@ def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent
 
 
 def _refuse(few: StepTrace, more: StepTrace) -> None:
-    """Raise `NoLine` where shards of gradients grow faster than what waits for backward, or places or moments matter."""
+    """Raise `NoLine` where shards of gradients grow faster than what waits for backward, or places, moments matter."""
     if more.shard_gradient_bytes - few.shard_gradient_bytes > more.tops[1] - few.tops[1]:
         raise NoLine
     if more.arrived:
