@@ -57,6 +57,7 @@ class AsMade:
     def begin(self, tally: Tally) -> None:
         """Agree on what gradients are divided by, before the backward of a step's only micro-batch. Collective."""
         state = self._state
+        state.tier.check()
         agreed = agree(tally, 0.0, state.mesh.gradients)
         loss = agreed.total + sum(agreed.extras.values())
         if not math.isfinite(loss) or not agreed.weight > 0:

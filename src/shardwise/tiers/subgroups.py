@@ -199,12 +199,12 @@ class Subgroup:
 
 
 def grouped(units: Sequence[Unit]) -> list[Subgroup]:
-    """Returns the units in sub-groups, each closed before it would have more than its bytes."""
-    target = min(SUBGROUP_BYTES, sum(unit.stepped_size for unit in units) // SUBGROUPS)
+    """Returns the units in sub-groups, each closed once it has an eighth, or before more than its bytes."""
+    eighth = sum(unit.stepped_size for unit in units) // SUBGROUPS
     groups: list[list[Unit]] = [[]]
     size = 0
     for unit in units:
-        if groups[-1] and size + unit.stepped_size > target:
+        if groups[-1] and (size >= eighth or size + unit.stepped_size > SUBGROUP_BYTES):
             groups.append([])
             size = 0
         groups[-1].append(unit)
@@ -212,7 +212,7 @@ def grouped(units: Sequence[Unit]) -> list[Subgroup]:
     large: list[list[Unit]] = []
     others: list[list[Unit]] = []
     for group in filter(None, groups):
-        (large if sum(unit.stepped_size for unit in group) > target else others).append(group)
+        (large if sum(unit.stepped_size for unit in group) > SUBGROUP_BYTES else others).append(group)
     ordered: list[list[Unit]] = []
     while large or others:
         # those of one large unit, embeddings say, go through the same buffer, so that the others are small
