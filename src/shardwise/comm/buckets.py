@@ -278,7 +278,7 @@ class GradientBuckets:
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             # in their order, whatever backward's: ranks that launched others first would wait for each other
-            if self._learning or not bucket.whole or self._next in self.in_pieces:
+            if self._learning or bucket.arrived < len(bucket.params) or self._next in self.in_pieces:
                 return
             self._launch_next()
 
