@@ -80,7 +80,7 @@ def memory(
     if model.batch_bytes and (model.batch_on_device or layout.cut_positions == 1):  # shares of it are in the trace
         samples_here = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
         terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * samples_here
-    if stage.flat and stage.gradients and not trace.shard_gradient_bytes:
+    if stage.flat and stage.gradients and not trace.shard_gradient_bytes and layout.gradients == "together":
         # whole gradients of the buckets on their way; beside them the part that is added to the sum
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
@@ -245,6 +245,9 @@ def _updated_within(model: Model, layout: Layout, states: States) -> float:
         top = max(top, live + sum(held.values()))
         while sent < len(buckets) and not waits[sent]:
             sent += 1
+            if ranks > 1 and model.batch_on_device:  # gloo reduces copies
+                copies = sum(bucket.size for bucket in buckets[max(0, sent - 2) : sent]) * width
+                top = max(top, live - sizes[place] * states.weight + sum(held.values()) + copies)
             done = sent - 1 if summing == 1 else sent - 2  # the last one is still on its way
             if done >= 0:
                 largest = max(sizes[entry.index] for entry in buckets[done].entries) / ranks
