@@ -197,3 +197,18 @@ def test_what_needs_all_gradients_first(name: Any, plan: str, options: Any, word
     text = ",".join(filter(None, [plan, "gradients=as_made"]))
     for told in pool.run(partial(refused, name, text, **options), 2 if plan else 1):
         assert told.startswith("gradients=as_made: ") and words in told and told.endswith("leave gradients out")
+
+
+def prepared() -> str:
+    import shardwise
+
+    model = nn.Linear(7, 5)
+    try:
+        shardwise.prepare(model, torch.optim.SGD(model.parameters()), [], plan="gradients=as_made")
+    except RefusedPlan as error:
+        return str(error)
+    return ""
+
+
+def test_a_script_reads_gradients_before_its_step(pool: RankPool) -> None:
+    assert "gradients=as_made in prepare" in pool.run(prepared, 1)[0]
