@@ -22,7 +22,6 @@ What this does not do: hold a parameter that two units share in one of them (it 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -110,7 +109,6 @@ class FullShard:
         self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._arrived: Arrived | None = None
-        self._calls: Counter[int] = Counter()  # of the unit of each parameter in this micro-batch, less its reductions
         self._used: set[int] = set()
         self.written = False  # into shards, past the optimizer
         self.heard: Callable[[torch.Tensor], None] = lambda param: None  # told of each gradient that arrives
@@ -268,7 +266,6 @@ class FullShard:
     def _hook_gathered(self, trained: list[tuple[nn.Module, str, int]]) -> None:
         for child, leaf, index in trained:
             param = child._parameters[leaf]
-            self._calls[index] += torch.is_grad_enabled()
             # a DTensor is still the shard: it was not gathered for this call, and no gradient comes to it here
             watched = param is None or isinstance(param, DTensor) or hasattr(param, "_use_is_watched")
             if watched or not param.requires_grad:  # switched off for this call
@@ -288,9 +285,8 @@ class FullShard:
                 param.register_post_accumulate_grad_hook(weakly(self._reduced, index))
 
     def _reduced(self, index: int, param: torch.Tensor) -> None:
-        self._calls[index] -= 1
-        # a unit that ran twice reduces twice, and what this rank's backward did not reach may be nobody's
-        if self._arrived is not None and not self._calls[index] and index in self._used_now:
+        # a unit that ran twice reduces twice, first zeros; what this rank's backward did not reach may be nobody's
+        if self._arrived is not None and index in self._used_now:
             slot = self.slots[index]
             slot.master.grad = self._gradient(index)
             param.grad = None
@@ -313,7 +309,6 @@ class FullShard:
         """Prepare for a micro-batch, which is reduced over dp_shard, the last one over dp_replicate too."""
         assert isinstance(self.module, FSDPModule)
         self._used_now = set()
-        self._calls.clear()
         self.module.set_is_last_backward(last)
         if self._replicas > 1:
             self.module.set_requires_all_reduce(last)
