@@ -96,6 +96,11 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def rounds_lse_up() -> bool:
+    """Whether memory-efficient attention rounds a log-sum-exp's rows up: ROCm's does not (pytorch#146848)."""
+    return torch.version.hip is None
+
+
 def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Returns tensors in lists of one device each: operations over many take no mixture."""
     lists: dict[torch.device, list[torch.Tensor]] = {}

@@ -437,6 +437,17 @@ TASKS = ["gpt2", "vit", "moe", "decoder", "unet_group", "mlp", "several_buckets"
         pytest.param("vit", ["pp=2,dp_shard=2,zero=2,microbatches=3"], id="zero2-pp"),
         pytest.param("decoder_dropout", ["dp_shard=2,zero=1", "dp_shard=2,zero=3,remat=full", "tp=2"], id="dropout"),
         pytest.param("several_buckets", ["dp_shard=2,zero=1", "dp_shard=2,zero=2,accumulate=2"], id="buckets"),
+        pytest.param(
+            "several_buckets",
+            ["gradients=as_made", "dp_shard=2,zero=1,gradients=as_made", "dp_shard=2,zero=3,gradients=as_made"],
+            id="as-made",
+        ),
+        pytest.param(
+            "several_buckets",
+            [f"{plan},gradients=as_made" for plan in ("dp_replicate=2,precision=bf16", *DATA, "tp=2")],
+            id="as-made-all",
+            marks=pytest.mark.long,
+        ),
         *(pytest.param(name, OF_TINY.get(name, ALL), id=f"{name}-all", marks=pytest.mark.long) for name in TASKS),
     ],
 )

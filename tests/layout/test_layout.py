@@ -34,6 +34,7 @@ ANY_PLAN = st.builds(
     precision=st.sampled_from(list(PRECISIONS)), reduce_dtype=st.sampled_from(CHOICES["reduce_dtype"]),
     remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
     optimizer_state=st.sampled_from(CHOICES["optimizer_state"]), masters=st.sampled_from(CHOICES["masters"]),
+    gradients=st.sampled_from(CHOICES["gradients"]),
     wrap=PATTERNS.map(tuple), deterministic=st.sampled_from([0, 1, 12, 24]),
 ) | st.builds(Plan, pp=degree, schedule=st.sampled_from(["none", *SCHEDULES]), stages_per_rank=degree)  # fmt: skip
 SMALL_GRID = st.builds(
@@ -329,6 +330,18 @@ TRIGGERS: dict[str, list[str]] = {
     "optimizer_state with precision = fp64, or bf16 with precision = bf16-full": [
         "precision=fp64,optimizer_state=8bit",
         "precision=bf16-full,optimizer_state=bf16",
+    ],
+    "gradients = as_made with accumulate > 1 or pp > 1": [
+        "accumulate=2,gradients=as_made",
+        "pp=2,gradients=as_made",
+    ],
+    "gradients = as_made with precision = fp16 or deterministic": [
+        "precision=fp16,gradients=as_made",
+        "deterministic=true,gradients=as_made",
+    ],
+    "gradients = as_made with ep > 1, or offload of parameters": [
+        "dp_shard=2,zero=1,ep=2,gradients=as_made",
+        "dp_shard=2,zero=3,offload=parameters:disk,gradients=as_made",
     ],
     "optimizer_state = 8bit with deterministic and zero": ["dp_shard=2,deterministic=true,optimizer_state=8bit"],
     "masters = split without precision = bf16": ["masters=split", "masters=split,precision=fp16"],

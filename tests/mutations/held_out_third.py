@@ -34,8 +34,8 @@ T = "mutations.held_out_third_tasks:"
 BLEND, EXPERTS, LORA, WORDS = (f"mutations/{name}.toml" for name in ("blend", "experts", "lora", "words"))
 
 STEP = [
-    bug("norms of runs are added up, not their squares", "step.normalise:_squares",
-        ".double().square().sum()\n    return", ".double().sum()\n    return", M + "mlp", TWO,
+    bug("norms of runs are added up, not their squares", "step.normalise:_summed",
+        ".double().square().sum()", ".double().sum()", M + "mlp", TWO,
         clip_norm=0.1),
     bug("an output with samples is not gathered for the loss", "step.forward:_has_samples",
         "        return True\n", "        return False\n", "module_tasks:pairs", TWO),

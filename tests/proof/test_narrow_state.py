@@ -13,7 +13,7 @@ def test_a_proof_holds_split_masters_to_the_bit_and_measures_codes(pool: RankPoo
     parity = verify("shardwise.models.tasks:mlp", plan, pool=pool)
     told = "\n".join(parity.notes)
     assert parity.parity
-    assert "masters=split: after 5 steps in bf16 every bit is that of masters in full" in told
+    assert "masters=split: after 5 steps in bf16 every bit is that of a run without" in told
     assert (
         "optimizer_state=8bit rounds, and is left out of the proof; in 5 steps in bf16 it moves losses by up to" in told
     )

@@ -26,7 +26,7 @@ Bits = dict[str, Any]
 def ran(name: str | Callable[[], Task], plan: str, steps: int = 3) -> Bits:
     """Take steps in small sub-groups; returns losses, and digests of weights and state."""
     torch.set_num_threads(1)
-    before, subgroups.SUBGROUP_BYTES = subgroups.SUBGROUP_BYTES, 20_000
+    before, subgroups.SUBGROUP_BYTES = subgroups.SUBGROUP_BYTES, 30_000
     try:
         task = getattr(tasks, name)() if isinstance(name, str) else name()
         engine = parallelize(task, plan)

@@ -10,6 +10,7 @@ from small_runs import MODEL, losses_of, weights_of
 import shardwise
 
 DISK = "offload=optimizer:disk"
+AS_MADE = f"{DISK},gradients=as_made"
 WEIGHTS = "offload=optimizer:disk|parameters:disk"
 QUICK = {**MODEL, "batch_samples": 12, "eval_every": 0, "checkpoint_every": 2}
 
@@ -20,7 +21,7 @@ def joined(*parts: str) -> str:
 
 def assert_goes_on(before: str, after: str, same_bits: bool, folder: Path) -> None:
     """Two steps under `before` and two under `after` are four under the plan without a tier."""
-    plain = before.replace(WEIGHTS, "").replace(DISK, "").strip(",") or "single"
+    plain = before.replace(WEIGHTS, "").replace(AS_MADE, "").replace(DISK, "").strip(",") or "single"
     whole = shardwise.train("digits", plain, steps=4, out=str(folder / "a"), **QUICK)
     first = shardwise.train("digits", before, steps=2, out=str(folder / "b"), **QUICK)
     again = shardwise.train("digits", after, steps=4, resume=first.folder, out=str(folder / "b"), **QUICK)
@@ -36,6 +37,8 @@ def assert_goes_on(before: str, after: str, same_bits: bool, folder: Path) -> No
     [
         pytest.param("single", DISK, marks=pytest.mark.long),
         (f"precision=bf16,{DISK}", "precision=bf16"),
+        (f"precision=bf16,{AS_MADE}", f"precision=bf16,{DISK}"),
+        pytest.param("dp_shard=2,zero=3", f"dp_shard=2,zero=3,{AS_MADE}", marks=pytest.mark.long),
         pytest.param(f"dp_shard=2,zero=3,{WEIGHTS}", "dp_shard=2,zero=3", marks=pytest.mark.long),
         pytest.param("dp_shard=2,zero=3", f"dp_shard=2,zero=3,{WEIGHTS}", marks=pytest.mark.long),
     ],

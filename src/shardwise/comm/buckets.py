@@ -73,7 +73,17 @@ class Bucket:
         self._alone: list[int] = []  # who held them when they were made
         self.filled: set[int] = set()  # entries that hold a gradient since the buffer was made
         self.arrived = 0  # gradients of this micro-batch
-        self.launched = False
+        self.launched = self.handed_over = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether this micro-batch has brought all of its gradients."""
+        return self.arrived == len(self.params)
+
+    def hand_over(self) -> None:
+        """Leave the gradients to those who hold views of the buffer."""
+        self.handed_over, self.buffer = True, None
+        self.forget_views()
 
     def ensure(self) -> torch.Tensor:
         """Returns the buffer, made when first needed."""
@@ -104,6 +114,7 @@ class Bucket:
     def start_step(self) -> None:
         """Drop the gradients; take new memory where somebody kept one, or gave one memory (`param.grad.data = x`)."""
         self.filled.clear()
+        self.handed_over = False
         for param in self.params:
             param.grad = None
         # a script that kept last step's `param.grad` must not see it change (tests/scripts/test_prepare_gradients)
@@ -253,12 +264,13 @@ class GradientBuckets:
                 view.add_(gradient)
             # the next micro-batch is accumulated in the bucket, where the dtype allows
             param.grad = view if kept else None
+            gradient = None  # its own memory is free for what a launch begins
         if index in self.used_now:  # a reentrant checkpoint brings a weight's gradient apart from its other uses'
             self.in_pieces.add(number)
             return
         self.used_now.add(index)
         bucket.arrived += 1
-        if self.sync and bucket.arrived == len(bucket.params):
+        if self.sync and bucket.whole:
             self._launch_whole()
 
     def _launch_whole(self) -> None:

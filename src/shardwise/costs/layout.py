@@ -56,6 +56,7 @@ class Layout:
     offload: str = "none"  # what lies outside of the device between steps, as a plan says
     optimizer_state: str = "full"  # how it rests, and masters, as a plan says
     masters: str = "full"
+    gradients: str = "together"  # when the optimizer uses them, as a plan says
     # layers of each stage where they are not even, first stage first
     stage_layers: tuple[int, ...] = ()
     # of a plan for a module: what tp leaves whole, and where the stages begin

@@ -212,7 +212,8 @@ def rank_memory(
     full = STATES[precision or software.states]
     over = layout.shard_ranks if layout.sharded.state else 1
     largest = max(shape.vocab * (first or last), shape.ffn) * shape.hidden / layout.tp / over
-    if software.in_backward and layout.n_micro * layout.rounds == 1:
+    as_made = software.in_backward or layout.gradients == "as_made"
+    if as_made and layout.n_micro * layout.rounds == 1:
         terms["gradients"] = min(terms["gradients"], largest * full.gradient)
     copies = terms.pop(COPIES) + decoded(full, layout, sum(parameters.values()) / over, largest)
     like_all = layers - dense + (shape.ahead if last else 0)

@@ -18,10 +18,12 @@ from shardwise.engine.optimizer import make_optimizer, try_out
 from shardwise.engine.recipe import Applied, apply_plan, trainable
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
+from shardwise.layout.offload import placements
 from shardwise.mesh import Mesh
 from shardwise.part.pairs import pairs_in
 from shardwise.precision import Precision
 from shardwise.ranks import local_size
+from shardwise.ranks.allocation import give_back_at_once
 from shardwise.step.forward import Forward
 from shardwise.step.scaler import LossScale
 from shardwise.step.state import RankState
@@ -43,6 +45,9 @@ def assemble(
 
     Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that the plan cannot spread.
     """
+    if any(part.tier == "disk" for part in placements(plan.offload)):
+        # before weights are made: malloc would fill the holes between them, and keep them
+        give_back_at_once()
     precision = Precision.of(plan)
     applied = apply_plan(task, plan, mesh, precision, seed, few, samples, enclosed)
     named, pairs = trainable(applied.module), pairs_in(applied.module)

@@ -38,6 +38,7 @@ from shardwise.random import BatchDims, Randomness
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.step import train_step as steps
+from shardwise.step.as_made import AsMade
 from shardwise.step.hooks import MakeContext, Part
 from shardwise.step.optimizer_modes import during, evaluation_weights, has_mode
 from shardwise.step.result import StepResult
@@ -158,6 +159,8 @@ def on_mesh(
             "each draw their own: use randomness='global', where masks depend on their place alone"
         )
     state.tier = make_tier(state, [state.task.optimizer])
+    if plan.gradients == "as_made":
+        state.as_made = AsMade(state)
     return Engine(state)
 
 

@@ -49,8 +49,11 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
     """
     state.notices += _op_by_op(state)
     placed, narrow = _moving(state), _narrow(state)
+    as_made = state.plan.gradients == "as_made"
+    if as_made:
+        _refuse_as_made(state)
     # owners update whole tensors, in memory
-    if not placed and not narrow and (state.shards is None or state.owners is not None):
+    if not placed and not narrow and not as_made and (state.shards is None or state.owners is not None):
         _check_host(state, ())
         return None
     _refuse(state, placed, makes)
@@ -139,7 +142,9 @@ def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
 
 def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[OptimizerFn]) -> None:
     """Raises `RefusedPlan` for an optimizer or a device with which state cannot lie there or rest narrowly."""
-    text = ",".join(filter(None, [f"offload={state.plan.offload}" if placed or state.shards else "", _narrow(state)]))
+    offload = f"offload={state.plan.offload}" if placed or state.shards else ""
+    as_made = "gradients=as_made" if state.plan.gradients == "as_made" else ""
+    text = ",".join(filter(None, [offload, _narrow(state), as_made]))
     if not places.has_own_memory(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
     if has_mode(state.optimizer) and not on_host(state.device):
@@ -163,6 +168,22 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
             f"others, or it counts its own calls): leave {text.split('=')[0]} out, or use an optimizer that treats "
             "tensors one by one"
         )
+
+
+def _refuse_as_made(state: RankState) -> None:
+    if state.clip_norm is not None:
+        why = "clip_norm scales gradients by the norm of all of them, which is known after backward"
+    elif state.on_nonfinite == "skip":
+        why = 'on_nonfinite="skip" looks at the norm of all gradients before any weight is updated'
+    elif state.owners is not None:
+        why = f"{type(state.optimizer).__name__} updates whole tensors on their owners, to which all gradients go first"
+    elif state.written:
+        why = "the forward writes into weights, which masters follow after backward"
+    elif state.plan.sharded.weights and not on_host(state.device):
+        why = "FSDP2 reduces gradients in a stream of its own there, in which an update was not tried: use zero=2"
+    else:
+        return
+    raise RefusedPlan(f"gradients=as_made: {why}: leave gradients out")
 
 
 def _refuse_split(state: RankState, placed: Sequence[Placement]) -> None:
@@ -263,7 +284,8 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
             unit = units[-1] if wide is None else of_master[wide]
             unit.params.append(param)
             unit.states.append(states_by_kind[kind])
-            if state.shards is not None and state.shards.holds(param):
+            lies_beside = state.shards is not None and state.shards.holds(param)
+            if lies_beside or state.plan.gradients == "as_made":
                 unit.weights += param.numel() * param.element_size()
     return units
 

@@ -35,6 +35,7 @@ OURS_OF = {
     ("exp_avg_dtype", "exp_avg_sq_dtype", "moments", "bf16_optimizer_states", "use_precision_aware_optimizer"):
         "optimizer_state=bf16 or 8bit",
     ("store_param_remainders", "main_params_dtype", "bf16_master_weights"): "masters=split, beside precision=bf16",
+    ("optimizer_in_bwd", "optimizer_in_backward"): "gradients=as_made",
     ("activation_offloading", "offload_activations", "activation_offload", "cpu_checkpointing"):
         "offload=activations, or offload=activations:disk",
     ("world_size", "nnodes", "nproc_per_node", "num_gpus", "gpus", "num_processes", "num_machines", "local_rank"):

@@ -88,6 +88,10 @@ class Plan:
         "full", "how fp32 masters rest: full | split (the bf16 weights and the half that those lack, bit for bit)",
         choices=("full", "split"), rounds=True,
     )  # fmt: skip
+    gradients: str = key(
+        "together", "when the optimizer uses gradients: together | as_made (in backward, each freed as it is used)",
+        choices=("together", "as_made"), rounds=True,
+    )  # fmt: skip
     compile: bool = key(False, "torch.compile for each block", rounds=True)
     wrap: tuple[str, ...] = key(
         (), "units of zero = 3: class names or module paths, | between them; empty: repeated blocks are found",
@@ -289,6 +293,7 @@ class Plan:
         if not defaults:
             # `base` has this plan's own dp_shard and pp, from which other defaults follow
             always = [*(["dp_shard", "zero"] if self.dp_shard > 1 else []), *(["pp"] if self.pp > 1 else [])]
+            always += ["zero"] if self.moves_weights else []
             items = {k: v for k, v in items.items() if k in always or v != getattr(base, k)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in items.items()}
 

@@ -176,6 +176,27 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.masters == "split" and p.sharded.weights,
     ),
     Rule(
+        "gradients = as_made with accumulate > 1 or pp > 1",
+        "illegal",
+        "gradients of the earlier micro-batches are held until the last one's are added, so that nothing is gained: "
+        "leave gradients out",
+        lambda p: p.gradients == "as_made" and p.step_microbatches > 1,
+    ),
+    Rule(
+        "gradients = as_made with precision = fp16 or deterministic",
+        "illegal",
+        "whether fp16's loss scale overflowed, and sums over the pieces of a batch, are known once all gradients are: "
+        "leave gradients out",
+        lambda p: p.gradients == "as_made" and (p.precision == "fp16" or p.deterministic > 0),
+    ),
+    Rule(
+        "gradients = as_made with ep > 1, or offload of parameters",
+        "not built",
+        "experts' gradients are summed apart from the others', and weights that lie elsewhere are gathered while "
+        "others would be updated: leave gradients out",
+        lambda p: p.gradients == "as_made" and (p.ep > 1 or p.moves_weights),
+    ),
+    Rule(
         "compile with tp > 1, cp, cp_ulysses or domain, and remat = selective",
         "not built",
         "which results a block keeps is chosen while it is written down, and the compiled one runs again as a whole: "

@@ -88,6 +88,12 @@ TECHNIQUES = (
         "the state does not fit, and there are no more ranks to shard it over",
     ),
     Technique(
+        "gradients used as made", "offload", "dp_shard=8,zero=1,gradients=as_made",
+        "nothing: weights are updated within backward, each gradient freed as it is used",
+        "one row more between ranks, before backward", "an optimizer that treats tensors one by one; no clipping",
+        "gradients do not fit, a step has one micro-batch, and nothing is clipped",
+    ),
+    Technique(
         "state in fewer bytes", "lean", "dp_shard=8,zero=1,precision=bf16,optimizer_state=8bit,masters=split",
         "nothing: the optimizer's state rests in 8 bits or bf16, masters as the half that bf16 weights lack",
         "nothing", "an optimizer that treats tensors one by one; for split masters precision=bf16 and zero=0 to 2",

@@ -28,7 +28,7 @@ from shardwise.comm import Axis, Gathering, Pending, all_gather, all_reduce, rea
 from shardwise.comm.buckets import Bucket, GradientBuckets, shaped
 from shardwise.comm.tree import FixedOrder
 from shardwise.layout.zero_stages import ZeroStage
-from shardwise.parallel.slots import Slot, bring_back, check_shape, follow, is_away, joined
+from shardwise.parallel.slots import Arrived, Slot, bring_back, check_shape, follow, is_away, joined
 from shardwise.precision import Precision
 
 
@@ -106,6 +106,7 @@ class Flat:
         for part in self.shards:
             self._add_slots(part)
         self._pending: list[tuple[Pending, _Shard, torch.Tensor]] = []  # reductions under way, into which tensor
+        self._arrived: Arrived | None = None
         self._summed = False  # over replicas, in this step
         self._used: set[int] = set()
 
@@ -169,12 +170,37 @@ class Flat:
         self._pending.append((pending, part, reduced))
         if self.stage.gradients:  # whole gradients do not outlive a backward
             bucket.buffer = None  # the collective keeps it alive until it is done
+        if self._arrived is not None:
+            self._collect(travelling=min(1, self.axis.size - 1))
 
-    def _collect(self) -> None:
-        for pending, part, reduced in self._pending:
+    def use_as_made(self, arrived: Arrived) -> None:
+        """Call a function for the gradients of each bucket that is summed, and keep none of them."""
+        self._arrived = arrived
+
+    def _collect(self, travelling: int = 0) -> None:
+        """Wait for reductions over dp_shard, but for so many of the last."""
+        while len(self._pending) > travelling:
+            pending, part, reduced = self._pending.pop(0)
             pending.wait()
             part.gradient = reduced if part.gradient is None else part.gradient.add_(reduced)
-        self._pending.clear()
+            if self._arrived is not None:
+                self._hand_over(part, self._arrived)
+
+    def _hand_over(self, part: _Shard, arrived: Arrived) -> None:
+        """Sum a bucket's gradients over replicas, which otherwise comes after the last bucket, and give them away."""
+        assert part.gradient is not None
+        self._summed = True
+        all_reduce(part.gradient, self.replicate, "gradients")
+        flat = part.gradient = part.gradient.to(self.precision.master)
+        slots = []
+        if part.bucket.whole:
+            self._set_gradients(part, set(range(len(self.params))))
+            slots = [slot for slot, place in zip(self.slots, self._places, strict=True) if place[0] is part]
+            part.gradient = None
+            part.bucket.hand_over()
+            for param in part.bucket.params:
+                param.grad = None
+        arrived(slots, self.shards.index(part), flat)
 
     def finish_step(self, used: set[int]) -> None:
         """Wait, sum over replicas (once, however often it is called), and give each piece its gradient."""
@@ -196,10 +222,16 @@ class Flat:
         for part in self.shards:
             if part.gradient is not None and part.gradient.dtype != self.precision.master:
                 part.gradient = part.gradient.to(self.precision.master)
-        for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
-            # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
-            piece = part.gradient[start:stop] if part.gradient is not None and index in used else None
-            slot.master.grad = None if piece is None else self._outside(index, piece)
+        for part in self.shards:
+            if not part.bucket.handed_over:
+                self._set_gradients(part, used)
+
+    def _set_gradients(self, part: _Shard, used: set[int]) -> None:
+        for slot, (of, index, start, stop) in zip(self.slots, self._places, strict=True):
+            if of is part:
+                # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
+                piece = part.gradient[start:stop] if part.gradient is not None and index in used else None
+                slot.master.grad = None if piece is None else self._outside(index, piece)
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
         """Returns this rank's piece (1/N of the elements, 1-d) of each bucket's gradients."""

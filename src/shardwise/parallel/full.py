@@ -56,7 +56,7 @@ from shardwise.parallel.fsdp import (
     without,
     without_margin,
 )
-from shardwise.parallel.slots import ShardMemory, Slot, ValueOf, bring_back, joined
+from shardwise.parallel.slots import Arrived, ShardMemory, Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.part.pairs import as_complex, as_pairs, pairs_in
 from shardwise.precision import Precision
@@ -108,6 +108,7 @@ class FullShard:
         self._whole = {id(param) for param in here if not (self._dims(param) and param.numel() and can_cut(param))}
         self._whole_gradients: dict[int, torch.Tensor] = {}  # index of an uncut parameter -> its reduced gradient
         self._used_now: set[int] = set()
+        self._arrived: Arrived | None = None
         self._used: set[int] = set()
         self.written = False  # into shards, past the optimizer
         self.heard: Callable[[torch.Tensor], None] = lambda param: None  # told of each gradient that arrives
@@ -277,6 +278,21 @@ class FullShard:
     def _note_use(self, index: int, param: torch.Tensor) -> None:
         self._used_now.add(index)
         self.heard(param)
+
+    def use_as_made(self, arrived: Arrived) -> None:
+        """Call a function for each gradient that a unit has reduced, and keep none of them."""
+        self._arrived = arrived
+        for index, param in enumerate(self.params):
+            if isinstance(param, DTensor):
+                param.register_post_accumulate_grad_hook(weakly(self._reduced, index))
+
+    def _reduced(self, index: int, param: torch.Tensor) -> None:
+        # a unit that ran twice reduces twice, first zeros; what this rank's backward did not reach may be nobody's
+        if self._arrived is not None and index in self._used_now:
+            slot = self.slots[index]
+            slot.master.grad = self._gradient(index)
+            param.grad = None
+            self._arrived([slot], index, None)
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""

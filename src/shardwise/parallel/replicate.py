@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.comm import Axis, Gathering, Pending, all_reduce, ready
 from shardwise.comm.buckets import Bucket, GradientBuckets
 from shardwise.comm.tree import FixedOrder
-from shardwise.parallel.slots import Slot, bring_back, follow, is_away
+from shardwise.parallel.slots import Arrived, Slot, bring_back, follow, is_away
 from shardwise.part.pairs import as_complex
 from shardwise.precision import Precision
 
@@ -50,7 +50,8 @@ class Replicate:
         self.slots = [Slot(name, master.shape, master, whole=True) for (name, _), master in slots]
         # whether each master's gradient is a part of a bucket, not a copy of one in another dtype
         self._in_buckets = not any(pairs) and all(m.dtype.to_real() == precision.reduce for m in masters)
-        self._pending: list[Pending] = []
+        self._pending: list[tuple[Pending, Bucket]] = []
+        self._arrived: Arrived | None = None
         self.order = order
         self._summed = False  # in order, in this step
         ranks = 1 if order is None else axis.size  # sums in a fixed order are shared out: each rank takes its N-th
@@ -93,28 +94,50 @@ class Replicate:
 
     def _reduce(self, bucket: Bucket) -> None:
         assert bucket.buffer is not None
-        self._pending.append(all_reduce(bucket.buffer, self.axis, "gradients", wait=False))
+        self._pending.append((all_reduce(bucket.buffer, self.axis, "gradients", wait=False), bucket))
+        if self._arrived is not None:
+            self._collect(travelling=min(1, self.axis.size - 1))
+
+    def use_as_made(self, arrived: Arrived) -> None:
+        """Call a function for the gradients of each bucket that is summed, and keep none of them."""
+        self._arrived = arrived
+
+    def _collect(self, travelling: int = 0) -> None:
+        """Wait for reductions, but for so many of the last."""
+        while len(self._pending) > travelling:
+            pending, bucket = self._pending.pop(0)
+            pending.wait()
+            if self._arrived is None:
+                continue
+            flat, slots = bucket.buffer if self._in_buckets else None, []
+            if bucket.whole:
+                self._set_gradients(bucket, {entry.index for entry in bucket.layout.entries})
+                slots = [self.slots[entry.index] for entry in bucket.layout.entries]
+                bucket.hand_over()
+            self._arrived(slots, self.buckets.buckets.index(bucket), flat)
 
     def finish_step(self, used: set[int]) -> None:
         """Wait, then point each master's gradient at its place in the bucket."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        self._collect()
         # deterministic: no bucket was launched; `_summed` since a step may call this more than once
         if self.order is not None and not self._summed:
             for number, bucket in enumerate(self.buckets.buckets):
                 bucket.put(self.order.whole(number, bucket.ensure()))
             self._summed = True
         for bucket in self.buckets.buckets:
-            bucket.ensure()
-            for entry, view in zip(bucket.layout.entries, bucket.views_now, strict=True):
-                # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
-                gradient = None if entry.index not in used else view
-                master = self.slots[entry.index].master
-                if gradient is not None and not self._in_buckets:
-                    gradient = self._as_master(entry.index, master, view)
-                if master.grad is not gradient:
-                    master.grad = gradient
+            if not bucket.handed_over:
+                self._set_gradients(bucket, used)
+
+    def _set_gradients(self, bucket: Bucket, used: set[int]) -> None:
+        bucket.ensure()
+        for entry, view in zip(bucket.layout.entries, bucket.views_now, strict=True):
+            # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
+            gradient = None if entry.index not in used else view
+            master = self.slots[entry.index].master
+            if gradient is not None and not self._in_buckets:
+                gradient = self._as_master(entry.index, master, view)
+            if master.grad is not gradient:
+                master.grad = gradient
 
     def _as_master(self, index: int, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Returns a gradient in the dtype of its master."""

@@ -61,6 +61,8 @@ class Phase:
     looked_at: bool = False  # a few samples are run to see what it does with them
 
 
+# told of the slots whose gradients are there, and of the flat tensor (by its number) in which these or others lie
+Arrived = Callable[[list[Slot], int, torch.Tensor | None], None]
 ValueOf = Callable[[str], torch.Tensor]  # name -> full initial tensor on the CPU
 
 
@@ -89,6 +91,12 @@ class DataParallel(Protocol):
     def flat_gradients(self) -> list[torch.Tensor] | None:
         """Returns the tensors in which this step's gradients lie end to end, zeros between; None where they do not."""
         ...
+
+    def use_as_made(self, arrived: Arrived) -> None:
+        """Call a function for gradients within backward, once they are summed; their memory is held by slots alone.
+
+        Not of those that this rank's backward does not reach, which `finish_step` sets.
+        """
 
     def wide_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns (weight, wider master) of each tensor in which masters lie; [] where masters are the weights."""

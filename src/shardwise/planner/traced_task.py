@@ -50,12 +50,14 @@ class BlockMemory:
     recompute: str = "none"
     moved: str = "none"
     wrap: tuple[str, ...] = ()
+    moments: bool = False  # what lives as each gradient comes
 
     @classmethod
     def of(cls, layout: Layout) -> BlockMemory:
         """Returns the choices of a layout; with `wrap` where it changes anything."""
         moved = of_class(layout.offload, "activations")
-        return cls(layout.recompute, moved, layout.wrap if (layout.recompute, moved) != ("none", "none") else ())
+        wrap = layout.wrap if (layout.recompute, moved) != ("none", "none") else ()
+        return cls(layout.recompute, moved, wrap, layout.gradients == "as_made" and not layout.sharded.weights)
 
 
 PLAIN = BlockMemory()
@@ -219,7 +221,8 @@ class Traced:
                 return cast(StepTrace, few)
             self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={blocks.recompute}")
             return trace(self.task, count, self.precision, blocks.recompute, self.sample, joined,
-                         fused=not self.on_cpu, follow=self.follow, wrap=blocks.wrap, moved=blocks.moved)  # fmt: skip
+                         fused=not self.on_cpu, follow=self.follow, wrap=blocks.wrap, moved=blocks.moved,
+                         moments=blocks.moments)  # fmt: skip
 
         # refusals are cached too, so that what cannot be traced is not tried again
         return once(self._traces, (count, blocks, joined), made)

@@ -1,10 +1,11 @@
-"""What `optimizer_state` and `masters` change, on the plan's own ranks in its own precision, beside its float64 proof.
+"""What `optimizer_state`, `masters` and `gradients` change, on the plan's ranks in its precision, beside its proof.
 
-    ranks   five steps with the state in full ── the same bits ──> with split masters
+    ranks   five steps with the state in full ── the same bits ──> with split masters, with gradients used as made
                                               ── so far apart ──> with coded state as well
 
-Float64 has no half of a master and no 8 bits to round to, so that the proof of the layout goes without both keys. Split
-masters have no bar: one bit is a difference. What a code changes is measured and told, and judged by nobody.
+Float64 has no half of a master and no 8 bits to round to, and gradients that are freed cannot be compared, so that the
+proof of the layout goes without these keys. Split masters and gradients used as they are made have no bar: one bit is a
+difference. What a code changes is measured and told, and judged by nobody.
 
 What this does not do: say whether a run of thousands of steps comes to as good a loss (docs/techniques/lean.md).
 """
@@ -38,10 +39,10 @@ class FewSteps:
 
 
 def variants(plan: Plan) -> list[Plan]:
-    """Returns the plan with its state in full, with split masters alone, and as it is; each once."""
+    """Returns the plan with its state in full and gradients held, without codes alone, and as it is; each once."""
     own = plan.with_(compile=False)
-    split = own.with_(optimizer_state="full")
-    return list(dict.fromkeys([split.with_(masters="full"), split, own]))
+    uncoded = own.with_(optimizer_state="full")
+    return list(dict.fromkeys([uncoded.with_(masters="full", gradients="together"), uncoded, own]))
 
 
 def run_variants(task: Any, plan: Plan, settings: Settings) -> list[FewSteps]:
@@ -69,10 +70,11 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) -> None:
     """Compare the variants' runs on every rank, into `parity`: bits of split masters, and a note on codes."""
-    names = variants(plan)
-    if plan.masters == "split":
-        place = names.index(plan.with_(compile=False, optimizer_state="full"))
-        _compare_bits(parity, [(runs[0], runs[place]) for runs in by_rank])
+    uncoded = plan.with_(compile=False, optimizer_state="full")
+    exact = ("masters", "gradients")
+    if keys := ",".join(f"{key}={getattr(plan, key)}" for key in exact if getattr(plan, key) != getattr(Plan(), key)):
+        place = variants(plan).index(uncoded)
+        _compare_bits(parity, [(runs[0], runs[place]) for runs in by_rank], keys, plan.precision)
     unlike = [rank for rank, runs in enumerate(by_rank) if runs[-1].digests != by_rank[0][-1].digests]
     if unlike:
         parity.differences.append(f"rank {unlike[0]} has other weights than rank 0 after {STEPS} steps under {plan}")
@@ -80,14 +82,14 @@ def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) 
         _measure(parity, plan, by_rank[0][0], by_rank[0][-1])
 
 
-def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]]) -> None:
+def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]], keys: str, precision: str) -> None:
     for rank, (full, split) in enumerate(pairs):
         other = [name for name, value in full.digests.items() if split.digests.get(name) != value]
         if other or full.losses != split.losses:
             what = f"{len(other)} weights have other bits, '{other[0]}' first" if other else "losses have other bits"
-            parity.differences.append(f"masters=split: on rank {rank} {what} than with masters in full")
+            parity.differences.append(f"{keys}: on rank {rank} {what} than without")
             return
-    parity.notes.append(f"masters=split: after {STEPS} steps in bf16 every bit is that of masters in full")
+    parity.notes.append(f"{keys}: after {STEPS} steps in {precision} every bit is that of a run without")
 
 
 def _measure(parity: Parity, plan: Plan, full: FewSteps, coded: FewSteps) -> None:

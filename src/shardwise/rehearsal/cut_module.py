@@ -98,6 +98,7 @@ class Cuts:
     wrap    names the units of zero=3
     moved   what a plan's `offload` says of activations
     host    weights of units lie on the host, and so do their gradients once they are reduced
+    gradients  as a plan says
     """
 
     tp: int = 1
@@ -127,6 +128,7 @@ class Cuts:
     wrap: tuple[str, ...] = ()
     moved: str = "none"
     host: bool = False
+    gradients: str = "together"
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:

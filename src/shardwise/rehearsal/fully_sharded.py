@@ -97,11 +97,13 @@ class FakeFullShard(FullShard):
     absent  names of parameters that other stages hold
     spread  names of parameters that are dealt to ranks (experts): not gathered, and left as they are
     fake    the mode of the module's tensors
+    freed   shards of gradients go as they are reduced
     """
 
     def __init__(
         self, module: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision, absent: set[str],
         spread: set[str], fake: FakeTensorMode, *, copies: bool, host: bool = False,
+        freed: bool = False,
     ):  # fmt: skip
         kept = {name: param for name, param in module.named_parameters() if name in spread}
         empty_parameters(module, precision, mesh.device, absent | spread)
@@ -115,7 +117,8 @@ class FakeFullShard(FullShard):
         with fake, torch.no_grad():
             self.place(mesh.device)
             self.make_slots()
-        for param in self._cut() if host else ():
+        self._freed = host or freed
+        for param in self._cut() if self._freed else ():
             param.register_post_accumulate_grad_hook(_gone)
         for name, param in kept.items():
             path, _, leaf = name.rpartition(".")
@@ -164,14 +167,14 @@ class FakeFullShard(FullShard):
     @property
     def held_gradients(self) -> int:
         """Bytes of the shards of gradients, once all are there."""
-        return 0 if self.host else sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
+        return 0 if self._freed else sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
 
     def _cut(self) -> list[DTensor]:
         return [param for param in self.params if isinstance(param, DTensor)]
 
 
 def _gone(param: torch.Tensor) -> None:
-    """Drops a reduced gradient, as its copy to the host does."""
+    """Drops a reduced gradient, as its copy to the host does, or an update within backward."""
     param.grad = None
 
 

@@ -23,6 +23,7 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.pipeline.stage_messages import TensorSpec
+from shardwise.parallel.slots import Slot
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
@@ -109,6 +110,7 @@ class Rehearsal:
         rests = [*params.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
+        self.arrivals.live = live if self.shares.cuts.gradients == "as_made" else None
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
         norms, follow = batch_norms(model, self.shares.cuts.joined, self.ledger), self.shares.cuts.follow
         draws, kernels = followed(follow), like_gpu(self.shares.cuts.fused, scores=follow or self.shares.cuts.tp > 1)
@@ -124,6 +126,7 @@ class Rehearsal:
                     raise
         self.outside = reads.units if reads is not None else set()
         self.trace.final = self.arrivals.final
+        self.trace.arrived = [(place, live_then - base) for place, live_then in self.arrivals.moments]
         if self.parts.activations is not None:  # of the whole row, and a trace tells of one micro-batch
             put = self.parts.activations.put_bytes()
             self.trace.put = {tier: size // len(self.sizes) for tier, size in put.items()}
@@ -339,8 +342,9 @@ class Rehearsal:
             spread = {name for name in params if name in self.experts.experts}
             with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
                 sharded = FakeFullShard(
-                    model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo, host=cuts.host
-                )
+                    model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo, host=cuts.host,
+                    freed=cuts.gradients == "as_made",
+                )  # fmt: skip
             trace.shard_elements, trace.shard_gradient_bytes = sharded.held_elements, sharded.held_gradients
             trace.rows = sharded.rows
             trace.units = sharded.sizes
@@ -372,6 +376,9 @@ class Rehearsal:
                 into_bucket(*of_bucket)
 
         vars(flat.buckets)["_on_gradient"] = on_gradient
+        if self.shares.cuts.gradients == "as_made":
+            flat.use_as_made(_used)
+            return flat
         elements = sum(part.high - part.low for part in flat.shards)
         self.trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize
         return flat
@@ -448,3 +455,9 @@ def trace_of(
         raise InputError(untraced(error, ModulePath())) from error
     finally:
         forget()  # a gathered tensor of this rehearsal is none of the next one's
+
+
+def _used(slots: list[Slot], number: int, flat: torch.Tensor | None) -> None:
+    """Drops gradients as an update within backward does."""
+    for slot in slots:
+        slot.master.grad = None

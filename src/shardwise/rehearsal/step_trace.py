@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
 
 def trace(
     task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
-    fused: bool = False, follow: bool = False, wrap: tuple[str, ...] = (), moved: str = "none",
+    fused: bool = False, follow: bool = False, wrap: tuple[str, ...] = (), moved: str = "none", moments: bool = False,
 ) -> StepTrace:  # fmt: skip
     """Returns the counts of one micro-batch: its operations, bytes and FLOPs.
 
@@ -199,6 +200,7 @@ def trace(
     follow   random ops as a run answers them whose numbers are one process's (randomness=global)
     wrap     names the blocks that are recomputed, or whose activations move, where a plan does
     moved    what a plan's `offload` says of activations
+    moments  live bytes are noted as each gradient comes
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """
@@ -226,6 +228,7 @@ def trace(
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
+            arrivals.live = live if moments else None
             windows = PeakWindows(live, model, blocks)
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
             seen_by = RehearsalMode(routed, live, Count(counts), draws, writes=writes, fused=fused)
@@ -239,6 +242,7 @@ def trace(
                 total = objective(task.loss(output, batch))
                 del output
                 total.backward()
+            counts.arrived = [(place, live_then - base) for place, live_then in arrivals.moments]
             counts.final, counts.idle, counts.own_backward = arrivals.final, arrivals.idle, seen.met
             # a backward inside the forward reads weights of units that do not run then: the root gathers all of them
             through = {path for path, _ in model.named_modules() if path} if seen.met else set()
@@ -331,17 +335,25 @@ class OwnBackward(TorchFunctionMode):
 
 
 class Arrivals:
-    """Drops the gradient of each trained parameter as it comes, and notes which came last."""
+    """Drops the gradient of each trained parameter as it comes, and notes which came last.
+
+    live   counts bytes, where those at each arrival are asked for: `moments`, (place, bytes)
+    """
+
+    live: LiveBytes | None = None
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.moments: list[tuple[int, int]] = []
         self._seen: dict[int, int] = {}  # elements by parameter, in the order in which gradients first came
         self._sizes: list[int] = []
         for parameter in parameters:
             if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._drop, len(self._sizes)))
                 self._sizes.append(parameter.numel())
-                parameter.register_post_accumulate_grad_hook(self._drop)
 
-    def _drop(self, parameter: torch.Tensor) -> None:
+    def _drop(self, place: int, parameter: torch.Tensor) -> None:
+        if self.live is not None:
+            self.moments.append((place, self.live.now))
         self._seen.setdefault(id(parameter), parameter.numel())
         parameter.grad = None
 

@@ -61,6 +61,11 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_sc
             f"plan {plan}: deterministic in prepare: a script's loop calls the model on all of a rank's samples, not "
             "piece by piece: describe the run as a Task and call shardwise.parallelize(task, plan).step(batch)"
         )
+    if plan.gradients == "as_made":
+        raise RefusedPlan(
+            f"plan {plan}: gradients=as_made in prepare: a script reads or clips gradients between backward and "
+            "optimizer.step(): describe the run as a Task and call shardwise.parallelize(task, plan).step(batch)"
+        )
     check(plan)
     refuse_hooks(model, plan)
     if waits_for_call(plan) and is_compiled(model):

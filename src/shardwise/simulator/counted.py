@@ -37,6 +37,7 @@ class StepTrace:
     in_order     place -> elements of each trained parameter, in the order in which the optimizer is given them
     wholes       place -> elements of the whole weight, of each that tp cuts
     final        elements of the gradient that came last in backward, none where one never came
+    arrived      (place in the module's order, live bytes as for `peak`) of each gradient as it came, if asked
     units        parameters of each repeated block, and of the rest
     shard_elements        elements of the weights that rest on a rank, where a technique that shards them was played
                           around the micro-batches; `peak` has what it makes besides
@@ -68,6 +69,7 @@ class StepTrace:
     in_order: dict[int, int] = field(default_factory=dict)
     wholes: dict[int, int] = field(default_factory=dict)
     final: int = 0
+    arrived: list[tuple[int, int]] = field(default_factory=list)
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)
     attention: Counter[tuple[int, int, int, int, bool, bool]] = field(default_factory=Counter)

@@ -71,8 +71,10 @@ def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent
 
 
 def _refuse(few: StepTrace, more: StepTrace) -> None:
-    """Raise `NoLine` where gradients' shards grow faster than kept activations, or exchanges overlap with ops."""
+    """Raise `NoLine` where gradients' shards grow faster than kept activations, exchanges overlap, or moments count."""
     if more.shard_gradient_bytes - few.shard_gradient_bytes > more.tops[1] - few.tops[1]:
+        raise NoLine
+    if more.arrived:
         raise NoLine
     if isinstance(more, RankTrace) and any(more.overlaps.values()):  # which name operations by their places
         raise NoLine

@@ -80,7 +80,7 @@ def memory(
     if model.batch_bytes and (model.batch_on_device or layout.cut_positions == 1):  # shares of it are in the trace
         samples_here = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
         terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * samples_here
-    if stage.flat and stage.gradients and not trace.shard_gradient_bytes:
+    if stage.flat and stage.gradients and not trace.shard_gradient_bytes and layout.gradients == "together":
         # whole gradients of the buckets on their way; beside them the part that is added to the sum
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
@@ -100,7 +100,8 @@ def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, fl
     each = states.optimizer + (states.master if masters else 0)
     share = layout.shard_ranks if layout.sharded.state else 1
     largest = max(model.small.in_order.values(), default=0) * each / share
-    weights = states.held if placements(layout.offload, "parameters") else 0.0
+    beside = placements(layout.offload, "parameters") or layout.gradients == "as_made"
+    weights = states.held if beside else 0.0
     return {
         "optimizer": terms["optimizer"] * (1 - gone),
         "master": terms["master"] * (1 - gone if masters else 1),
@@ -174,6 +175,8 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> _Owned | Non
 
 def _gradients(trace: StepTrace, layout: Layout, states: States, rest: float, of_experts: float) -> float:
     """Returns the bytes of gradients kept between micro-batches: as a rehearsal counted them, else whole buckets."""
+    if layout.gradients == "as_made":
+        return 0.0
     shared = layout.sharded.gradients and of_experts < 1
     if trace.shard_gradient_bytes:
         return trace.shard_gradient_bytes + (0 if shared else trace.experts * states.gradient)
@@ -206,6 +209,8 @@ def _peaks(
     out = {"micro-batch": model.peak(layout.micro_batch)}
     if weights_on_host(layout.offload):
         return out
+    if model.small.arrived:
+        out["micro-batch, and weights updated in it"] = _updated_within(model, layout, states)
     out |= {
         "optimizer's temporaries": (
             temporaries * (states.master or states.weight)
@@ -219,6 +224,37 @@ def _peaks(
         last = model.small.final if layout.n_micro == 1 else 0
         out["reduction in flight"] = (reduced + last) * states.gradient
     return out
+
+
+def _updated_within(model: Model, layout: Layout, states: States) -> float:
+    """Returns the most live bytes of a micro-batch, with buckets of gradients and the updates that free them."""
+    trace, sizes = model.small, [model.small.in_order[place] for place in sorted(model.small.in_order)]
+    width, ranks = int(states.gradient), layout.shard_ranks if layout.sharded.state else 1
+    summing = ranks * layout.replicas
+    buckets = lay_out(sizes, most_elements(width, summing), ranks, FIRST_BUCKET_BYTES // width)
+    bucket_of = {entry.index: number for number, bucket in enumerate(buckets) for entry in bucket.entries}
+    lives = [model.linear(few, many, layout.micro_batch)
+             for (_, few), (_, many) in zip(trace.arrived, model.large.arrived, strict=True)]  # fmt: skip
+    waits = [len(bucket.entries) for bucket in buckets]
+    held: dict[int, int] = {}
+    sent, top = 0, 0.0
+    for (place, _), live in zip(trace.arrived, lives, strict=True):
+        number = bucket_of[place]
+        held[number] = buckets[number].size * width
+        waits[number] -= 1
+        top = max(top, live + sum(held.values()))
+        while sent < len(buckets) and not waits[sent]:
+            sent += 1
+            if ranks > 1 and model.batch_on_device:  # gloo reduces copies
+                copies = sum(bucket.size for bucket in buckets[max(0, sent - 2) : sent]) * width
+                top = max(top, live - sizes[place] * states.weight + sum(held.values()) + copies)
+            done = sent - 1 if summing == 1 else sent - 2  # the last one is still on its way
+            if done >= 0:
+                largest = max(sizes[entry.index] for entry in buckets[done].entries) / ranks
+                update = model.update.temporary * largest * (states.master or states.weight)
+                top = max(top, live - sizes[place] * states.weight + sum(held.values()) + update)
+                del held[done]
+    return top
 
 
 def _temporaries(model: Model, layout: Layout, states: States, updated: float) -> float:

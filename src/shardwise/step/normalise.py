@@ -50,7 +50,8 @@ def _as_summed(state: RankState) -> list[torch.Tensor] | None:
     Only as long as nobody has changed them since they were summed. A tensor for each bucket takes a tenth of the time
     of one for each weight, of which a small model has as many as a large one.
     """
-    return state.technique.flat_gradients() if state.tensor is None and state.staged is None else None
+    alone = state.tensor is None and state.staged is None and state.as_made is None
+    return state.technique.flat_gradients() if alone else None
 
 
 def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
@@ -65,6 +66,8 @@ def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
     if flat is not None:
         return _sum_of_squares(flat, state.device)
     slots = _counted_slots(state)
+    if state.as_made is not None and (flats := state.as_made.flats):
+        return _summed([norm for number in sorted(flats) for norm in flats[number]], state.device)
     if state.tensor is None:
         return sum_of_squares(state, slots)
     # Ranks of tp hold shares of cut weights, and the same whole ones, which the first of them counts.
@@ -94,22 +97,34 @@ def _counted_slots(state: RankState) -> list[Slot]:
 
 def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
     """Returns the sum of squares of these slots' gradients on this rank: () float64, on the device."""
+    if state.as_made is not None:
+        early = state.as_made.norms
+        held = [[] if slot.master.grad is None else [slot.master.grad] for slot in slots]
+        norms = [early.get(id(slot.master)) or norms_of(left) for slot, left in zip(slots, held, strict=True)]
+        return _summed([norm for of_slot in norms for norm in of_slot], state.device)
     return _sum_of_squares([slot.master.grad for slot in slots if slot.master.grad is not None], state.device)
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Returns the sum on the device; of gradients that lie on the host as one number from there."""
-    squares = [_squares(alike).to(device, non_blocking=True) for alike in by_device(g for g in gradients if g.numel())]
+    alike = by_device(gradient for gradient in gradients if gradient.numel())
+    squares = [_summed(norms_of(held), device).to(device, non_blocking=True) for held in alike]
     if len(squares) == 1:
         return squares[0]
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _squares(held: list[torch.Tensor]) -> torch.Tensor:
-    if on_host(held[0].device):
-        norms = [norms for gradient in held for norms in _norms_of_runs(gradient)]
-        return (torch.cat(norms) if len(norms) > 1 else norms[0]).double().square().sum()
-    return torch.stack(torch._foreach_norm(held)).double().square().sum()
+def norms_of(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns L2 norms whose squares add up to those of gradients of one device: (n,) each."""
+    if gradients and not on_host(gradients[0].device):
+        return [norm.reshape(1) for norm in torch._foreach_norm(gradients)]
+    return [norms for gradient in gradients for norms in _norms_of_runs(gradient)]
+
+
+def _summed(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return (torch.cat(norms) if len(norms) > 1 else norms[0]).double().square().sum()
 
 
 def _norms_of_runs(gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -135,13 +150,17 @@ def norm_of_gradients(state: RankState) -> float:
     return math.sqrt(sum(rows[: state.mesh.shard.size] if summed else rows[:1]))
 
 
+def divisor_of(state: RankState, weight: float) -> float:
+    """Returns what a step's summed gradients are divided by, of its global weight."""
+    # the gradient of ranks that have the same samples was summed; a backward of the user's may give a half none
+    copies = state.mesh.data.size if state.same_samples else 1
+    return weight * (state.scale.value if state.scale is not None else 1.0) * copies
+
+
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     """Divides gradients by the global weight and clips; returns (`StepResult`, whether all ranks may update)."""
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
-    scale = state.scale
-    # the gradient of ranks that have the same samples was summed; a backward of the user's may give a half none
-    copies = state.mesh.data.size if state.same_samples else 1
-    divisor = weight * (scale.value if scale is not None else 1.0) * copies
+    scale, divisor = state.scale, divisor_of(state, weight)
     summed = state.technique.in_pieces and state.order is None
     rows = agreed.square_norms[: state.mesh.shard.size] if summed else agreed.square_norms[:1]
     norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan
@@ -185,7 +204,7 @@ def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
         raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT.format(skip))
-    unset = None if state.steps_done else _first_bad(state, lambda slot: slot.master)
+    unset = None if state.steps_done or state.as_made is not None else _first_bad(state, lambda slot: slot.master)
     if unset:
         raise NotFinite(
             f"{what} is not finite in step 0", f": '{unset}' holds NaN or an infinite value at start", UNSET

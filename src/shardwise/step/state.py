@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from shardwise.part.pairs import as_complex, shapes_outside
 from shardwise.precision import Precision
 from shardwise.random import GlobalRandom, Watch
 from shardwise.step.backward_writes import BackwardWrites
+from shardwise.step.control import Tally
 from shardwise.step.forward import Forward
 from shardwise.step.hooks import Hooks
 from shardwise.step.owners import OwnedMasters
@@ -30,6 +31,19 @@ from shardwise.tiers import Activations, ShardFile, StateTiers
 
 if TYPE_CHECKING:
     from shardwise.step.staged import StagedForward
+
+
+class UsedAsMade(Protocol):
+    """What uses gradients within backward (as_made): norms of what it has used, by flat tensor or by master."""
+
+    flats: dict[int, list[torch.Tensor]]
+    norms: dict[int, list[torch.Tensor]]
+
+    def forget(self) -> None:
+        """Forget the step before."""
+
+    def begin(self, tally: Tally) -> None:
+        """Called before the backward of a step's only micro-batch. Collective."""
 
 
 @dataclass
@@ -53,6 +67,7 @@ class RankState:
     read          digests of the whole values that frozen weights have in the task's files, of those held here
     written       the forward writes into weights
     tier          where the optimizer's state lies between steps, where the plan has offload
+    as_made       which gradients of a step have come, where the plan updates weights within backward
     shards        the file in which shards of weights lie, where the plan has that
     activations   where what blocks keep for backward lies until then, where the plan has that
     used          indices of the parameters that any rank reached in the last step
@@ -99,6 +114,7 @@ class RankState:
     chunks: Chunks | None = None
     pairs: frozenset[str] = frozenset()
     tier: StateTiers | None = None
+    as_made: UsedAsMade | None = None
     activations: Activations | None = None
     shards: ShardFile | None = None
     read: dict[str, str] = field(default_factory=dict)

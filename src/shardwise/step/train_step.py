@@ -61,7 +61,12 @@ def train_step(state: RankState, parts: list[Share]) -> StepResult:
 def _step(state: RankState, parts: list[Share]) -> StepResult:
     if state.needs_closure:
         return _with_closure(state, parts)
-    result, usable = gradients(state, parts)
+    try:
+        result, usable = gradients(state, parts)
+    except BaseException:
+        if state.tier is not None:
+            state.tier.abandon()  # some weights may have been updated
+        raise
     if usable:
         update(state, state.optimizer.step)
     return _done(state, result, usable)
@@ -73,6 +78,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
+    if state.as_made is not None:
+        state.as_made.forget()
     first = state.steps_done == 0
     state.backwards = BackwardWrites(state.module, state.mesh, state.norms) if first else None
     tally = Tally(state.device, state.counts, pieces=state.plan.deterministic)
@@ -213,6 +220,9 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
         objective, extras = objective_of(state, loss)
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
+        tally.add(loss, part.count, extras)
+        if state.as_made is not None:
+            state.as_made.begin(tally)
         try:
             with noting_buffers(state.backwards):
                 objective.backward()
@@ -227,7 +237,6 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
                 raise InputError(TWICE) from error
             raise
     tally.used.append(state.technique.finish_micro_batch())
-    tally.add(loss, part.count, extras)
 
 
 def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:

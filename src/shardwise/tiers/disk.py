@@ -22,11 +22,10 @@ import torch
 from shardwise.errors import RefusedPlan
 from shardwise.tiers.places import Place
 from shardwise.tiers.scratch import ELSEWHERE, ScratchFile
-from shardwise.tiers.subgroups import PAGE, Subgroup
+from shardwise.tiers.subgroups import BUFFERS, PAGE, Subgroup
 
 REQUEST_BYTES = 4 << 20  # of one read or write
 THREADS = 4  # requests in flight
-BUFFERS = 3  # one is read into, one is stepped on, one is written
 LOST = (
     "Of the state before this step nothing is lost on the disk, and weights have moved on in memory: nothing is saved "
     "of this run from here on."

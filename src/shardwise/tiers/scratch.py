@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import RefusedPlan, RunError
-from shardwise.ranks.allocation import give_back_at_once
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 ELSEWHERE = "let TMPDIR name a folder on a local disk with room"
@@ -33,7 +32,6 @@ class ScratchFile:
         refuse_memory(self.folder)
         self.fd, self.direct = self._opened()
         os.unlink(self.path)
-        give_back_at_once()  # else malloc would keep most of what moves
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def _opened(self) -> tuple[int, bool]:

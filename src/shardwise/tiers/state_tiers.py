@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.tiers.narrow import Draw, Halves
 from shardwise.tiers.places import DeviceMemory, Place
 from shardwise.tiers.resting import Rest, Resting, SplitRest, lay, wake
 from shardwise.tiers.shards import ShardFile
-from shardwise.tiers.subgroups import Entry, Path, Spec, Subgroup, spec_of, tensor_at, tensors_of
+from shardwise.tiers.subgroups import BUFFERS, Entry, Path, Spec, Subgroup, spec_of, tensor_at, tensors_of
 
 T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -46,7 +46,7 @@ class StateTiers:
         self.masters = masters
         self.rounds = rounds
         self.shards = shards
-        self._broken = False
+        self._broken = self._stepping = False
         self._views = _views(masters(), slots)
         self._in_groups = {id(param) for _, group in self.groups for param in group.params}
         self._moved_masters = {entry.wide for _, group in self.groups for entry in group.entries if entry.param is None}
@@ -61,44 +61,70 @@ class StateTiers:
             )
 
     def step(self, step: Callable[[], T]) -> T | None:
-        """Run the optimizer's `step` sub-group by sub-group; returns what its last call did."""
-        self.check()
-        for place in self.places:
-            place.begin()
-        reached = [(p, g) for p, g in self.groups if any(param.grad is not None for param in g.params)]
-        held = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._in_groups]
-        begun: list[Subgroup] = []
+        """Run the optimizer's `step` for each sub-group that was not updated yet; returns what its last call did."""
+        self.begin()
+        left = [number for number, (_, group) in enumerate(self.groups) if _has_gradients(group)]
         result = None
         try:
-            with only(self.optimizer) as choose:
-                for number, (place, group) in enumerate(reached):
-                    if number == 0:
-                        self._fetch(place, group)
-                    if number + 1 < len(reached):
-                        self._fetch(*reached[number + 1])
-                    place.wait_for(group)
-                    if self.shards is not None:
-                        self.shards.wait_for(group.params)
-                    begun.append(group)
-                    self._bring(group)
-                    choose(group.params)
-                    result = step()
-                    self._leave(group)
-                    place.store(group)
-                    if self.shards is not None:
-                        self.shards.store(group.params)
-                if held or not reached:
-                    choose(held)
-                    result = step()
+            for number, following in zip(left, [*left[1:], None], strict=False):
+                result = self.update(number, step, following)
+            if self._held or not self._begun:
+                self._choose(self._held)
+                result = step()
             for running in self._running():
                 running.finish()
         except BaseException:
-            self._go_back(begun)
+            self.abandon()
             raise
+        self._open.close()
+        self._stepping = False
         for place in self.places:
-            place.commit([group for other, group in reached if other is place])
+            place.commit([group for other, group in self._begun if other is place])
         self._round_others()
         return result
+
+    def begin(self) -> None:
+        """Begin a step, if that is not done: until it ends, `update` may come for one sub-group after the other."""
+        self.check()
+        if self._stepping:
+            return
+        self._stepping, self._open = True, ExitStack()
+        self._begun: list[tuple[Place, Subgroup]] = []
+        self._fetched: int | None = None  # ahead
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        self._held = [param for param in params if id(param) not in self._in_groups]
+        for place in self.places:
+            place.begin()
+        self._choose = self._open.enter_context(only(self.optimizer))
+
+    def update(self, number: int, step: Callable[[], T], following: int | None = None) -> T:
+        """Run the optimizer's `step` for a sub-group, by its number; `following`: the one that is read meanwhile."""
+        place, group = self.groups[number]
+        if self._fetched != number:
+            self._fetch(place, group)
+        self._fetched = None
+        if following is not None and not _share_buffer(self.groups[number], self.groups[following]):
+            self._fetched = following
+            self._fetch(*self.groups[following])
+        place.wait_for(group)
+        if self.shards is not None:
+            self.shards.wait_for(group.params)
+        self._begun.append((place, group))
+        self._bring(group)
+        self._choose(group.params)
+        result = step()
+        self._leave(group)
+        place.store(group)
+        if self.shards is not None:
+            self.shards.store(group.params)
+        return result
+
+    def abandon(self) -> None:
+        """Go back where a step that has begun cannot be done: weights and state belong to different steps then."""
+        if self._stepping:
+            self._stepping = False
+            self._open.close()
+            self._go_back([group for _, group in self._begun])
 
     def settle(self, param: nn.Parameter) -> None:
         """Let the state that a parameter has been given (by a checkpoint) lie in its tier."""
@@ -306,6 +332,14 @@ def _rests(entry: Entry, tensor: torch.Tensor, group: Subgroup) -> bool:
 def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     start = memory.data_ptr()
     return start <= tensor.data_ptr() < start + memory.numel() * memory.element_size() and memory.numel() > 0
+
+
+def _has_gradients(group: Subgroup) -> bool:
+    return any(param.grad is not None for param in group.params)
+
+
+def _share_buffer(one: tuple[Place, Subgroup], other: tuple[Place, Subgroup]) -> bool:
+    return one[0] is other[0] and one[1].number % BUFFERS == other[1].number % BUFFERS
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from shardwise.tiers.narrow import Codec, Halves
 from shardwise.tiers.resting import Resting
 
 PAGE = 4096  # bytes: O_DIRECT's unit for addresses, offsets and lengths on any disk of today
+BUFFERS = 3  # of a disk's sub-groups, in turn: one is read into, one is stepped on, one is written
 LINE = 64  # tensors begin at lines of a cache, as torch's own do
 SUBGROUP_BYTES = 64 << 20  # large enough that a disk is at its full rate
 SUBGROUPS = 8  # at least, where there are so many parameters: a small model goes the same way as a large one
@@ -116,7 +117,8 @@ class Unit:
 
     wide    number, among the technique's `wide_masters`, of the master that moves with them; None: it stays
     states  of each parameter, path -> what its state's tensors are like
-    weights bytes of the parameters themselves, where these lie in a file of their own (`shards`)
+    weights bytes of the parameters themselves, where these lie in a file of their own (`shards`), or gradients do not
+            all lie in memory
     """
 
     params: list[nn.Parameter]
@@ -197,17 +199,26 @@ class Subgroup:
 
 
 def grouped(units: Sequence[Unit]) -> list[Subgroup]:
-    """Returns the units in sub-groups, in order, each closed once it has its bytes."""
-    target = min(SUBGROUP_BYTES, sum(unit.stepped_size for unit in units) // SUBGROUPS)
+    """Returns the units in sub-groups, each closed once it has an eighth, or before more than its bytes."""
+    eighth = sum(unit.stepped_size for unit in units) // SUBGROUPS
     groups: list[list[Unit]] = [[]]
     size = 0
     for unit in units:
-        if size >= target:
+        if groups[-1] and (size >= eighth or size + unit.stepped_size > SUBGROUP_BYTES):
             groups.append([])
             size = 0
         groups[-1].append(unit)
         size += unit.stepped_size
-    return [Subgroup(group, number) for number, group in enumerate(filter(None, groups))]
+    large: list[list[Unit]] = []
+    others: list[list[Unit]] = []
+    for group in filter(None, groups):
+        (large if sum(unit.stepped_size for unit in group) > SUBGROUP_BYTES else others).append(group)
+    ordered: list[list[Unit]] = []
+    while large or others:
+        # those of one large unit, embeddings say, go through the same buffer, so that the others are small
+        first = large and (len(ordered) % BUFFERS == 0 or not others)
+        ordered.append((large if first else others).pop(0))
+    return [Subgroup(group, number) for number, group in enumerate(ordered)]
 
 
 def dealt(units: Sequence[T], placed: Sequence[Placement]) -> list[list[T]]:

@@ -48,8 +48,8 @@ class WithExperts:
     """
 
     in_pieces = True  # no rank of ep holds every gradient
-    start_step, start_micro_batch, expect_pieces, take_weights, publish = map(
-        _of_both, ("start_step", "start_micro_batch", "expect_pieces", "take_weights", "publish")
+    start_step, start_micro_batch, expect_pieces, take_weights, publish, use_as_made = map(
+        _of_both, ("start_step", "start_micro_batch", "expect_pieces", "take_weights", "publish", "use_as_made")
     )
     load_masters, full_parameter, full_gradient, whole = map(
         _of_its_technique, ("load_masters", "full_parameter", "full_gradient", "whole")

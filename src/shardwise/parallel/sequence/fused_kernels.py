@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from shardwise.device import on_host
+from shardwise.device import on_host, rounds_lse_up
 
 _ATEN = torch.ops.aten
 _LSE_ROWS = 32  # to a multiple of which the memory-efficient kernel rounds a log-sum-exp's rows up
@@ -106,9 +106,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
 def _efficient_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    filled = (
-        lse if torch.version.hip else torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
-    )
+    filled = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf) if rounds_lse_up() else lse
     backward, drawn = _ATEN._scaled_dot_product_efficient_attention_backward, _seeds(q, (), torch.int64)
     wanted = [True, True, True, False]  # no gradient of a bias
     return backward(gradient, q, k, v, None, output, filled, *drawn, 0.0, wanted, causal, scale=scale)[:3]
