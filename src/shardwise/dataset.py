@@ -18,10 +18,10 @@ from shardwise.errors import InputError
 
 
 class Seeds(Protocol):
-    """The reader's seeds: told which sample is read next, or that several are joined."""
+    """The reader's seeds: told which sample is read next, or that several are joined, and by a user's function."""
 
     def sample(self, index: int) -> None: ...
-    def samples(self) -> None: ...
+    def samples(self, pads: bool = False) -> None: ...
 
 
 READING: ContextVar[Seeds | None] = ContextVar("READING", default=None)
@@ -43,11 +43,15 @@ class Source(Protocol):
 
 
 class DatasetSource:
-    """Samples of `dataset`, joined into a batch by `collate`; None: torch's `default_collate`."""
+    """Samples of `dataset`, joined into a batch by `collate`; None: torch's `default_collate`.
 
-    def __init__(self, dataset: Any, collate: Callable[[list], Any] | None = None) -> None:
+    pads    a sample may look otherwise beside others (padded to the longest)
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list], Any] | None = None, pads: bool = True) -> None:
         self.dataset = dataset
         self.collate = collate
+        self.pads = pads and collate is not None
         self._first: tuple[int, dict[str, str]] | None = None  # a sample's index, and its fields' shapes and dtypes
 
     def __len__(self) -> int:
@@ -59,7 +63,7 @@ class DatasetSource:
         samples = self._fetch(indices)
         reading = READING.get()
         if reading is not None:
-            reading.samples()
+            reading.samples(self.pads)
         if self.collate is None:
             self._compare(indices, samples)
         try:
@@ -128,8 +132,11 @@ def name_of(source: Any) -> str:
     return type(source.dataset if isinstance(source, DatasetSource) else source).__name__
 
 
-def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Source:
+def as_source(dataset: Any, collate: Callable[[list], Any] | None = None, pads: bool = True) -> Source:
     """Returns `dataset` as a `Source`; a source is returned unchanged.
+
+    pads    what `collate` makes of a sample may hang on those beside it, so ranks read whole batches and keep their
+            parts; False: each reads its own samples alone
 
     Raises `InputError` for what has no samples by index.
     """
@@ -153,7 +160,7 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Sou
             "__getitem__, gives a sample by its index, and it has no read(indices) -> batch either"
             + ("; give its dataset (loader.dataset)" if hasattr(dataset, "batch_sampler") else "")
         )
-    return DatasetSource(Columns(dataset) if collate is None and _in_columns(dataset) else dataset, collate)
+    return DatasetSource(Columns(dataset) if collate is None and _in_columns(dataset) else dataset, collate, pads)
 
 
 class Columns:

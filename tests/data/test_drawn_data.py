@@ -84,3 +84,32 @@ def test_a_source_that_draws_nothing_is_read_ahead_by_its_parts() -> None:
     with Loader(ArraySource({"x": np.arange(24.0)}), 0, 8, data_ranks=2) as loader:
         next(loader), next(loader)
         assert loader._ahead is not None and not loader._steps.whole
+
+
+class Lengths:
+    """Sample i is i numbers, at least one."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1 + index,), float(index))
+
+
+def padded(samples: list) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_samples_are_padded_as_in_one_process(workers: int) -> None:
+    """Ranks have the padding of the whole batch: masks are counted in it; a collate that needs none says so."""
+
+    def batches(ranks: int, rank: int, pads: bool = True) -> list[torch.Tensor]:
+        source = as_source(Lengths(), padded, pads=pads)
+        with Loader(source, 3, 6, data_rank=rank, data_ranks=ranks, workers=workers) as loader:
+            return [next(loader)[0].batch for _ in range(6)]
+
+    for one, first, second in zip(batches(1, 0), batches(2, 0), batches(2, 1), strict=True):
+        assert torch.equal(torch.cat([first, second]), one)
+    alone = batches(2, 0, pads=False)
+    assert any(part.shape[1] < whole.shape[1] for part, whole in zip(alone, batches(1, 0), strict=True))

@@ -477,6 +477,14 @@ def test_compare_measures_on_the_ranks_at_hand() -> None:
     assert "needs 512 ranks" in refused["refused"]
 
 
+def test_compare_measures_a_task_that_reads_a_source() -> None:
+    words = ("--plans", "single", "--cluster", "1x2 l40s", "--measure", "--global-batch", "8")
+    code, found = shardwise("compare", "digits", *words)
+    assert code == 0 and 0 < found["plans"][0]["measured"]["loss"] < 10
+    code, found = shardwise("compare", "shardwise.models.tasks:mlp", *words)
+    assert code == 2 and "runs the task's own batch" in found["error"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

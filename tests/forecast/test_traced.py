@@ -523,7 +523,7 @@ def test_a_rank_run_alone_has_the_bytes_of_the_real_one(text: str, pool) -> None
     from shardwise.models.tasks import decoder as make
 
     real = pool.run(live_peak, 2, "decoder", text)
-    alone = [measure_rank(make, Plan.parse(text), rank) for rank in range(2)]
+    alone = [measure_rank(make, Plan.parse(text), 1, rank) for rank in range(2)]
     for found, (peak, _) in zip(alone, real, strict=True):  # when a reduction ends moves the peak by a unit's gradients
         assert found["peak_live"] == pytest.approx(peak, rel=0.1)
     assert [found["rest_live"] for found in alone] == [rest for _, rest in real]
@@ -533,11 +533,11 @@ def test_a_rank_of_many_is_measured_here() -> None:
     from shardwise.measure.one_rank import measure_rank
     from shardwise.models.tasks import decoder as make
 
-    few, many = (measure_rank(make, Plan.parse(f"dp_replicate={n}"), n - 1) for n in (2, 7))
+    few, many = (measure_rank(make, Plan.parse(f"dp_replicate={n}"), 1, n - 1) for n in (2, 7))
     assert many["seconds"] > 0
     assert many["peak_live"] < few["peak_live"], "a seventh of the batch, not half"
     with pytest.raises(InputError, match="ranks 0 to 6, not 7"):
-        measure_rank(make, Plan.parse("dp_replicate=7"), 7)
+        measure_rank(make, Plan.parse("dp_replicate=7"), 1, 7)
 
 
 # --- a search that does not do things twice

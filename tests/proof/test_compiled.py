@@ -25,7 +25,7 @@ def test_a_plan_with_compiled_blocks_is_proven_in_its_precision(plan: str, pool:
 
 
 @pytest.mark.parametrize(("plan", "where", "old", "new"), [
-    ("dp_replicate=2", "engine.recipe:_compiled", "torch.compile(forward, options=OPTIONS)",
+    ("dp_replicate=2", "engine.recipe:_compiled", "torch.compile(forward, options=OPTIONS, dynamic=dynamic)",
      "lambda *args, **kwargs: 1.001 * forward(*args, **kwargs)"),
     pytest.param("tp=2", "parallel.tensor.compiled:_Compiled._compiled", "iter(results)",
                  "iter([1.001 * result for result in results])", marks=pytest.mark.long),

@@ -396,6 +396,19 @@ def another_loader(plan: str | None, trains: bool) -> Found:
     return losses, weights_of(prepared or model)
 
 
+def held_out_widths(plan: str | None) -> list[int]:
+    """How wide held-out batches are: a script that decodes as many tokens runs its model as often."""
+    loader = DataLoader(Lines(), batch_size=4, collate_fn=padded)
+    prepared, *_ = begin(plan, made(Reader), DataLoader(Lines(), batch_size=4, collate_fn=padded))
+    return [ids.shape[1] for ids in (prepared.split(loader) if prepared else loader)]
+
+
+def test_held_out_batches_are_padded_as_whole_ones(pool: RankPool) -> None:
+    (alone,) = pool.run(held_out_widths, 1, None)
+    assert len(set(alone)) > 1
+    assert pool.run(held_out_widths, 2, "dp_shard=2,zero=3") == [alone, alone]
+
+
 # --- workers that are not forked
 
 

@@ -455,3 +455,13 @@ def test_links_are_followed_to_what_they_lead_to(tmp_path: Path, monkeypatch: py
 def test_what_one_process_of_a_proof_offers_ranks_have_too() -> None:
     offered = {name for name in vars(Plain) if not name.startswith("_")} - {"save"}  # for shardwise.save
     assert offered <= set(dir(Prepared)), offered - set(dir(Prepared))
+
+
+def test_a_decode_beside_forward_is_an_evaluation(pool: RankPool, tmp_path: Path) -> None:
+    """It calls modules inside alone, and not the model that was prepared."""
+    decode = "        model.eval()\n        with torch.no_grad(): model[2](model[0](x))\n        model.train()\n"
+    told = [
+        prove(pool, tmp_path, text).text()
+        for text in (PREPARED, PREPARED.replace("    torch.save", f"{decode}    torch.save"))
+    ]
+    assert ["the model was not evaluated" in text for text in told] == [True, False]

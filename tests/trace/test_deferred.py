@@ -382,3 +382,24 @@ def test_generators_in_other_states_are_told_apart() -> None:
         return build(lambda: unlike_tasks.drawn_by(seed), 0).fingerprint()
 
     assert printed(1) == printed(1) != printed(2)
+
+
+class Reshaped(nn.Module):
+    """Keeps what operations have turned in place: quantiles of many numbers, a large table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = torch.randn(LARGE, 3, generator=torch.Generator().manual_seed(0))
+        edges = torch.quantile(rows, torch.linspace(0, 1, 9), dim=0)
+        self.register_buffer("edges", edges.T.contiguous())
+        table = torch.arange(2.0 * LARGE).view(2, LARGE)
+        table.t_().add_(1)
+        self.register_buffer("table", table.unsqueeze_(0).squeeze_(0))
+
+
+def test_shapes_that_are_changed_in_place() -> None:
+    built, plain = build(Reshaped, 0), dict(Reshaped().named_buffers())
+    assert not built.notice
+    for name, tensor in built.module.named_buffers():
+        assert tensor.shape == plain[name].shape and tensor.stride() == plain[name].stride()
+        assert torch.equal(built.value(name), plain[name])

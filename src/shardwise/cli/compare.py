@@ -52,7 +52,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
             cells, fields = _forecast_row(task, cluster, parsed, words)
             if words["measure"]:
                 say(f"compare: running {text} on this machine ({number} of {len(texts)})")
-                more, measured = _measured_row(adapted(task, words), parsed, fields, words["randomness"])
+                more, measured = _measured_row(adapted(task, words), parsed, fields, words)
                 cells, fields = [*cells, *more], {**fields, "measured": measured}
             rows.append([text, *cells])
             by_plan.append({"plan": str(parsed), **fields})
@@ -91,25 +91,30 @@ def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]
 
 def _can_be_measured(task: str, words: dict[str, Any]) -> None:
     from shardwise.planner.door import is_shape
+    from shardwise.task_names import resolve_task
 
     if is_shape(task):
         raise InputError(f"--measure: {task} is a shape, not a model that can be run; give module:name")
-    if words["global_batch"] is not None:
+    if words["global_batch"] is not None and resolve_task(adapted(task, words)).batch is not None:
         raise InputError(
             "--measure runs the task's own batch: leave --global-batch out, or give the task another batch"
         )
 
 
-def _measured_row(task: Any, plan: Plan, forecast: dict[str, Any], randomness: Any) -> tuple[list[str], dict[str, Any]]:
+def _measured_row(
+    task: Any, plan: Plan, forecast: dict[str, Any], words: dict[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
     """Returns (table cells, JSON fields) of one plan as it ran here, or why it did not."""
-    from shardwise.costs.units import seconds_text
+    from shardwise.costs.units import batch, seconds_text
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here
+    from shardwise.planner.traced_layouts import DEFAULT_SAMPLES
     from shardwise.task_names import resolve_task
 
     expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))
+    samples = DEFAULT_SAMPLES if words["global_batch"] is None else batch(str(words["global_batch"]), None)
     try:
-        measured = measure_here(partial(resolve_task, task), plan, randomness=randomness)
+        measured = measure_here(partial(resolve_task, task), plan, samples, randomness=words["randomness"])
     except RefusedPlan as refused:
         return [str(refused), expected, "-", "-", "-"], {"refused": str(refused)}
     cells = [

@@ -245,7 +245,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     if lacks:
         lines.append(f"this version does not run the plan: {lacks}")
     if words["measure_rank"] is not None:
-        lines += _measured(answer, task, parsed, words, forecast)
+        lines += _measured(answer, task, parsed, subject.global_batch, words, forecast)
     if words["scale"]:
         rows = timeline.scaling(subject.simulate, layout)
         answer.fields["scaling"] = rows
@@ -314,7 +314,9 @@ def _communicators(answer: Answer, plan: Plan) -> list[str]:
     return [f"{each} (assumed {COMMUNICATOR_BYTES / 1e6:.0f} MB each)"] if made else []
 
 
-def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
+def _measured(
+    answer: Answer, task: str, plan: Plan, samples: int, words: dict[str, Any], forecast: Forecast
+) -> list[str]:
     """Runs one rank alone; returns lines on its time, with simulated communication added, and its memory."""
     from shardwise.costs.units import bytes_text, seconds_text
     from shardwise.measure.one_rank import measure_rank
@@ -324,7 +326,7 @@ def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], fore
     if is_shape(task):
         raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
     rank = words["measure_rank"]
-    measured = measure_rank(partial(resolve_task, adapted(task, words)), plan, rank, words["randomness"])
+    measured = measure_rank(partial(resolve_task, adapted(task, words)), plan, samples, rank, words["randomness"])
     waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
     answer.fields["measured_rank"] = {**measured, "with_communication_s": measured["seconds"] + waits}
     return [

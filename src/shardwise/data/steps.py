@@ -3,8 +3,8 @@
 How: a step starts at a position and takes a batch from there, at most to the end of the epoch. The batch is
 dealt by `layout.dealing` over micro-batches and ranks; each part is one `source.read` of this rank's samples
 only. Random draws are those of one process (`random.reading_seeds`): a dataset's are made by the sample; where
-something draws that is given several samples (a collate function that masks words), every rank reads the whole batch
-and keeps its parts.
+something draws that is given several samples (a collate function that masks words), or may pad them to the longest,
+every rank reads the whole batch and keeps its parts.
 
 What it does not do: hold a place in the data (`loader`) or read ahead (`prefetch`).
 """
@@ -80,7 +80,7 @@ class Steps:
         return replace(
             self,
             draws=self.draws or drawn.by_sample or drawn.together or None,
-            whole=self.whole or (drawn.together and self.accumulate * self.data_ranks > 1),
+            whole=self.whole or ((drawn.together or drawn.pads) and self.accumulate * self.data_ranks > 1),
         )
 
     def _dealt(self, start: int, stop: int) -> list[Share]:

@@ -28,6 +28,7 @@ from shardwise.engine.moved_activations import move_activations, refuse_without_
 from shardwise.engine.moved_parameters import lie_on_host, shards_elsewhere
 from shardwise.engine.refused_modules import make_gradients_dense, own_collective, refuse, refuse_scripted, works_inside
 from shardwise.engine.tensor_cuts import cut_tensors
+from shardwise.errors import RefusedPlan, first_line
 from shardwise.layout import Plan
 from shardwise.layout.batch_pieces import BatchPieces
 from shardwise.layout.zero_stages import PER_MICROBATCH, ZeroStage
@@ -322,20 +323,32 @@ def _prepare(module: nn.Module, blocks: Blocks, plan: Plan, notices: list[str]) 
         if plan.remat != "none":
             recompute_block(block, plan.remat)
         if plan.compile and not cut:
-            block.forward = _compiled(block.forward)
+            block.forward = _compiled(block, path)
     for path in list(eager)[:1]:
         notices.append(f"compile leaves {len(eager)} of {len(paths)} blocks as they are: '{path}': {eager[path]}")
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the forward, compiled; it runs uncompiled where a dispatch mode is on.
+def _compiled(block: nn.Module, path: str) -> Callable[..., Any]:
+    """Returns a block's forward, compiled; it runs uncompiled where a dispatch mode is on.
 
-    The compiler would skip it there (a look at a few samples), and then for good.
+    The compiler would skip it there (a look at a few samples), and then for good. What it cannot compile for sizes that
+    vary (a stack of blocks on several grids) is compiled for each size. `RefusedPlan` where that fails too.
     """
-    compiled = torch.compile(forward, options=OPTIONS)
+    forward = block.forward
+    ways = [torch.compile(forward, options=OPTIONS, dynamic=dynamic) for dynamic in (None, False)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (forward if _get_current_dispatch_mode_stack() else compiled)(*args, **kwargs)
+        if _get_current_dispatch_mode_stack():
+            return forward(*args, **kwargs)
+        written = [buffer._version for buffer in block.buffers()]
+        try:
+            return ways[0](*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if len(ways) == 1 or written != [buffer._version for buffer in block.buffers()]:
+                told = f"torch's compiler fails on '{path}': {first_line(error)}: leave compile=true out"
+                raise RefusedPlan(told) from error
+            del ways[0]
+        return run(*args, **kwargs)
 
     return run
 

@@ -7,7 +7,6 @@ and which dim of each random tensor is the batch; masks dealt by those dims must
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.device import autocast_states
 from shardwise.errors import RefusedPlan
+from shardwise.look.added_up import added_up, against, finite, number_apart
 from shardwise.look.in_float64 import Again
 from shardwise.look.one_process import Untried, needs_gradients
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
@@ -28,6 +27,7 @@ from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.part.pairs import attributes_alone
 from shardwise.random import EACH_ITS_OWN, BatchDims, Drawn, GlobalRandom, Samples
 from shardwise.step.loss import Loss
+from shardwise.step.task_metrics import METRICS
 from shardwise.trace.all_pairs import AllPairs, told_pairs
 from shardwise.trace.without_gradient import HooksLeftOut
 
@@ -216,7 +216,8 @@ class _Look:
         findings, seen, sizes, dtype = self.findings, self.seen, self.sizes, self.dtype
         if self.share([] if finite(of_whole, first, second) else ["not finite"]):
             findings.notices.append("the loss on the first samples is not finite: not checked to add up")
-        elif self.joined is None:  # otherwise the loss is declared not to add up over samples
+            return
+        if self.joined is None:  # otherwise the loss is declared not to add up over samples
             self.problems += self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
         elif self.strict:
             joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]
@@ -291,57 +292,17 @@ def _draw_text(path: str, op: str) -> str:
     return op.split(".")[1] + (f" in '{path}'" if path else "")
 
 
-def bar_of(dtype: torch.dtype) -> float:
-    """Returns the relative error that rounding may cause in this dtype (of float32 under autocast that of 16 bits)."""
-    # under autocast float32 weights compute in 16 bits
-    narrow = dtype == torch.float32 and any(autocast_states())
-    return 5e-2 if narrow else {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
-
-
-def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0, terms: float = 0.0) -> bool:
-    """Whether two sums are equal within rounding.
-
-    terms   added up without their signs: where a dtype rounds much, sums of terms that cancel differ by a part of these
-    """
-    bar = max(bar_of(dtype), least)
-    return abs(a - b) <= bar * max(abs(a), abs(b), 1e-6, terms if bar > 1e-3 else 0.0)
-
-
-def added_up(name: str, whole: Loss, value: float, dtype: torch.dtype, least: float = 0.0) -> bool:
-    """Whether a loss's number equals the sum of its parts' numbers within rounding."""
-    return close(whole.numbers()[name], value, dtype, least, whole.terms if name == "sum" else 0.0)
-
-
-def against(value: float, other: float) -> str:
-    """Returns two numbers that differ as text, with as many digits as show it."""
-    digits = next((digits for digits in range(6, 17) if f"{value:.{digits}g}" != f"{other:.{digits}g}"), 17)
-    return f"{value:.{digits}g} against {other:.{digits}g}"
-
-
-def _apart(
-    whole: Loss, first: Loss, second: Loss, dtype: torch.dtype, least: float = 0.0
-) -> tuple[str, float, float] | None:
-    """Returns (name, the whole's value, the parts' sum) of the first number that does not add up, or None."""
-    for name, value in whole.numbers().items():
-        parts = first.numbers().get(name, 0.0) + second.numbers().get(name, 0.0)
-        if not added_up(name, whole, parts, dtype, least):
-            return name, value, parts
-    return None
-
-
-def finite(*losses: Loss) -> bool:
-    """Whether all sums and weights of a loss are finite; the first step names those that are not."""
-    return all(math.isfinite(value) for loss in losses for value in loss.numbers().values())
-
-
 def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype,
                  pairs: str) -> list[str]:  # fmt: skip
     """Returns [a problem] where the parts' losses do not add up to the whole's, with the likeliest remedy; else []."""
-    apart = _apart(whole, first, second, dtype)
+    apart = number_apart(whole, first, second, dtype)
     if apart is None:
         return []
     (name, value, parts), (n, a, b) = apart, sizes
-    sums = f"its {name} on {n} samples and on {a} and {b} of them is {against(value, parts)} in parts"
+    sums = f"on {n} samples and on {a} and {b} of them is {against(value, parts)} in parts"
+    if problem := _of_a_metric(name, sums):
+        return [problem]
+    sums = f"its {name} {sums}"
     if name.startswith("weight"):
         return [f"the loss does not add up over samples: {sums}. The weight must be counted from the samples at hand"]
     if pairs:
@@ -354,11 +315,23 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
     ]
 
 
+def _of_a_metric(name: str, sums: str) -> str:
+    """Returns the problem of one of Task.metrics that does not add up; "" for another number of the loss."""
+    what, _, rest = name.partition(METRICS)
+    if not rest:
+        return ""
+    number = "weight" if what.startswith("weight") else "sum"
+    return (
+        f"the metric '{rest} of Task.metrics does not add up over samples: its {number} {sums}. Return (sum, weight) "
+        "of the samples at hand: no mean, and nothing kept from earlier calls, since each rank sees its own samples"
+    )
+
+
 def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
                   sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], bool]:  # fmt: skip
     """Returns (problems of a second forward, which finds what a first one left; whether it reads that)."""
     of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
-    apart = _apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
+    apart = number_apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
     # Bit by bit: the same samples give another loss only where the second forward uses what the first left.
     read = of_whole.numbers() != of_first.numbers()
     if apart is None:
@@ -375,10 +348,13 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
 
 def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
     for name, value in whole.numbers().items():
-        if not added_up(name, whole, joined.numbers().get(name, 0.0), dtype):
+        other = joined.numbers().get(name, 0.0)
+        if not added_up(name, whole, other, dtype):
+            problem = _of_a_metric(name, f"on a few samples is {against(value, other)} on parts of them, added up")
             return [
-                f'with loss_scope="global" the loss\'s {name} on a few samples is {value:.6g}, but '
-                f"{joined.numbers().get(name, 0.0):.6g} on the model's outputs for parts of them put together: return "
+                problem
+                or f'with loss_scope="global" the loss\'s {name} on a few samples is {value:.6g}, but '
+                f"{other:.6g} on the model's outputs for parts of them put together: return "
                 "what belongs to each sample (embeddings), and compute what compares samples (logits) in the loss"
             ]
     return []
@@ -416,7 +392,7 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
         together = run.masked(whole, random, Samples(0, n, n))
         first = run.masked(parts[0], random, Samples(0, a, n))
         second = run.masked(parts[1], random, Samples(a, b, n))
-        differs = _apart(together, first, second, dtype, least=1e-6)  # draws may be float32 in a float64 run
+        differs = number_apart(together, first, second, dtype, least=1e-6)  # draws may be float32 in a float64 run
         if differs is None:
             return []
         apart.append(differs)

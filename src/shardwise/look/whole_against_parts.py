@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.look.first_samples import added_up, against, bar_of, finite, with_attributes_alone
+from shardwise.look.added_up import added_up, against, bar_of, finite
+from shardwise.look.first_samples import with_attributes_alone
 from shardwise.look.samples import COSTLY_BYTES
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen
 from shardwise.parallel.batchnorm import KnownStatistics, Statistics

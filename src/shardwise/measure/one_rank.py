@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import InputError
 from shardwise.layout import Plan, check
+from shardwise.measure.plan_here import batches_of
 from shardwise.ranks import launch
 from shardwise.task import Task
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 STEPS = 4  # the first is not timed
 
 
-def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: Randomness) -> dict[str, Any]:
+def run_alone(
+    make: Callable[[], Task], plan_text: str, samples: int, rank: int, randomness: Randomness
+) -> dict[str, Any]:
     """Runs the steps of one rank, in a process of its own; returns bytes and seconds by name."""
     import torch
     import torch.distributed as dist
@@ -38,15 +41,14 @@ def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: R
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     task = make()
-    if task.batch is None:
-        raise InputError("--measure-rank: the task reads a data source; give it a `batch` to measure one rank")
+    batch_of = batches_of(task, samples)
     times: list[float] = []
     rest = 0
     with LiveBytes() as live:
         engine = parallelize(task, plan, check_loss=False, randomness=randomness)
         engine.state.on_nonfinite = "use"  # before torch 2.13 sums stay as memory was; the update is one all the same
         for step in range(2):
-            engine.step(task.batch(step))
+            engine.step(batch_of(step))
             if step == 0:
                 rest = live.now
                 live.reset_peak()
@@ -54,7 +56,7 @@ def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: R
     random = engine.state.global_random
     engine.state.watch.idle = random is not None and not random.met
     for step in range(STEPS):  # without the mode, which slows every op
-        batch = task.batch(step)
+        batch = batch_of(step)
         began = time.perf_counter()
         engine.step(batch)
         times.append(time.perf_counter() - began)
@@ -70,16 +72,16 @@ def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: R
 
 
 def measure_rank(
-    make: Callable[[], Task], plan: Plan, rank: int = 0, randomness: Randomness = "global"
+    make: Callable[[], Task], plan: Plan, samples: int, rank: int = 0, randomness: Randomness = "global"
 ) -> dict[str, Any]:
     """Returns peak of live bytes and compute seconds of one rank of a plan that this version can run.
 
     Keys: rank, peak_live and rest_live (bytes), seconds (of the fastest step), threads, and those of `Engine.memory`.
 
-    `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run, `InputError` for a rank
-    outside it.
+    `make` builds the task and can be pickled; `samples` as in `measure_here`. Raises `RefusedPlan` for a plan that
+    cannot run, `InputError` for a rank outside it.
     """
     check(plan)
     if not 0 <= rank < plan.world_size:
         raise InputError(f"--measure-rank: plan {plan} has ranks 0 to {plan.world_size - 1}, not {rank}")
-    return launch(run_alone, 1, (make, str(plan), rank, randomness), timeout_s=600.0)[0]
+    return launch(run_alone, 1, (make, str(plan), samples, rank, randomness), timeout_s=600.0)[0]

@@ -1,4 +1,4 @@
-"""Run a plan some steps on this machine's ranks, for `compare`: step time, bytes, loss; tasks with `batch` alone."""
+"""Run a plan some steps on this machine's ranks, for `compare`: step time, bytes, loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.ranks import launch
 from shardwise.task import Task
@@ -26,8 +26,26 @@ def ranks_at_hand() -> int:
     return device_count() or max(2, os.cpu_count() or 1)
 
 
+def batches_of(task: Task, samples: int) -> Callable[[int], Any]:
+    """Returns step -> global batch: the task's own, or so many samples of its source, in their order."""
+    if task.batch is not None:
+        return task.batch
+    from shardwise.random.reading_seeds import drawing
+
+    source = task.data
+    assert source is not None
+    length = len(source)
+
+    def read(step: int) -> Any:
+        first, count = step * samples, min(samples, length)
+        with drawing(0, first // length, first):
+            return source.read([(first + place) % length for place in range(count)])
+
+    return read
+
+
 def steps_of_a_rank(
-    make: Callable[[], Task], plan_text: str, steps: int, randomness: Randomness = "global"
+    make: Callable[[], Task], plan_text: str, steps: int, randomness: Randomness, samples: int
 ) -> dict[str, Any]:
     """Run steps on one rank of the plan; returns {"step_s", "peak_live", "received_bytes", "loss"}."""
     from shardwise.device import synchronize
@@ -35,18 +53,17 @@ def steps_of_a_rank(
     from shardwise.memory.live import LiveBytes
 
     task = make()
-    if task.batch is None:
-        raise InputError("--measure: the task reads a data source; give it a `batch` to measure plans side by side")
+    batch_of = batches_of(task, samples)
     with LiveBytes() as live:
         engine = parallelize(task, plan_text, randomness=randomness)
-        engine.step(task.batch(0))
+        engine.step(batch_of(0))
         live.reset_peak()
         with engine.observe() as sent:
-            result = engine.step(task.batch(1))
+            result = engine.step(batch_of(1))
         peak = live.peak
     times: list[float] = []
     for step in range(2, 2 + steps):  # without the modes, which slow every op
-        batch = task.batch(step)
+        batch = batch_of(step)
         began = time.perf_counter()
         result = engine.step(batch)
         synchronize(engine.device)
@@ -55,17 +72,17 @@ def steps_of_a_rank(
 
 
 def measure_here(
-    make: Callable[[], Task], plan: Plan, steps: int = STEPS, randomness: Randomness = "global"
+    make: Callable[[], Task], plan: Plan, samples: int, steps: int = STEPS, randomness: Randomness = "global"
 ) -> dict[str, Any]:
     """Run a plan for a few steps here; returns "step_s" and bytes of the slowest and fullest ranks, loss, load.
 
-    `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run or needs more ranks
-    than are at hand.
+    `make` builds the task and can be pickled; `samples` are those of a step, of a task that reads a source. Raises
+    `RefusedPlan` for a plan that cannot run or needs more ranks than are at hand.
     """
     check(plan)
     if plan.world_size > ranks_at_hand():
         raise RefusedPlan(f"plan {plan} needs {plan.world_size} ranks; {ranks_at_hand()} are at hand to measure it on")
-    rows = launch(steps_of_a_rank, plan.world_size, (make, str(plan), steps, randomness), timeout_s=600.0)
+    rows = launch(steps_of_a_rank, plan.world_size, (make, str(plan), steps, randomness, samples), timeout_s=600.0)
     return {
         "step_s": max(row["step_s"] for row in rows),
         "peak_live": max(row["peak_live"] for row in rows),

@@ -7,7 +7,7 @@ What is cut over other axes (tensor parallelism) leaves whole; cuts over positio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -107,6 +107,12 @@ def joined(payload: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Ten
         return payload
     return linear(payload, partial(put_together, cuts=cuts, axes=axes),
                   lambda gradient: share_under(gradient, cuts, axes).contiguous(), once=True)  # fmt: skip
+
+
+def on_shares(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Returns, differentiably, what a function that leaves cut positions alone makes of this rank's plain share."""
+    cuts, axes = (cuts_of(tensor), axes_of(tensor)) if isinstance(tensor, Distributed) else ((), ())
+    return joined(function(apart(tensor, cuts, axes)), cuts, axes)
 
 
 def _dealt(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:

@@ -29,10 +29,11 @@ class ReadDraws:
 
     by_sample  a dataset drew while it fetched a sample
     together   something drew that was given several samples
+    pads       what joins samples may make each look otherwise beside others
     """
 
     def __init__(self, seed: int, epoch: int, start: int) -> None:
-        self.by_sample = self.together = False
+        self.by_sample = self.together = self.pads = False
         self._seed, self._epoch, self._start = seed, epoch, start
         self._stood: Any = None
         self.samples()
@@ -44,9 +45,10 @@ class ReadDraws:
         # once a dataset is known to draw, it need not be looked at again
         self._of_sample, self._stood = True, None if self.by_sample else generators()
 
-    def samples(self) -> None:
+    def samples(self, pads: bool = False) -> None:
         """Seeds for code that is given several samples: a collate function, a source's read."""
         self.look()
+        self.pads |= pads
         seed_generators(seed_of("read", self._seed, self._start))
         self._of_sample, self._stood = False, generators()
 

@@ -92,6 +92,9 @@ class PartLoader:
         """Returns the methods of reading that are tried in turn; the first that fits the first batch is kept."""
         if self._ranks == 1:
             return [self._indexed]
+        beside = type(self.events) is Events  # held-out data; padding counts there too: a decode's steps are by it
+        if reads == "auto" and beside and not joins_by_itself(self.whole):
+            reads = "part"
         if reads != "auto":
             return [self._indexed if reads == "part" and not self._dim else self._whole]
         return [self._whole, self._watched] if joins_by_itself(self.whole) else [self._watched, self._whole]

@@ -431,7 +431,7 @@ class Prepared(Stepping):
                 theirs are: draws and losses are followed. False: it is of held-out data, or goes beside the main one
         """
         leader = self.calls.leader
-        cut = self._cut(loader, *((leader, self._reads) if trains else (leader.other, "part")))
+        cut = self._cut(loader, leader if trains else leader.other, self._reads)
         cut.recorder = recorder() if trains else None
         return cut
 

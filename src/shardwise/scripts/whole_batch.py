@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwise.comm import Axis, gather_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
-from shardwise.part import Part, whole, with_summed_gradient
-from shardwise.part.crossing import apart, axes_of, cuts_of, joined
+from shardwise.part import with_summed_gradient
+from shardwise.part.crossing import on_shares
 from shardwise.part.levels import Distributed
 from shardwise.scripts.dealt import deal
 from shardwise.scripts.model_look import Places, Rows
@@ -155,8 +155,9 @@ class WholeBatch:
             )
         if rows is None:  # every rank computes the loss, and one of them counts what it asks of this
             return with_summed_gradient(leaf, (self._data,))
-        cuts, axes = (cuts_of(leaf), axes_of(leaf)) if isinstance(leaf, Part) else ((), ())
-        payload = apart(leaf, cuts, axes) if cuts else whole(leaf)
-        mine = rows.first(payload)[: self.rows.count]
-        full = gather_samples(mine.contiguous(), self._counts, self._data, _TAG)
-        return joined(rows.back(full), cuts, axes) if cuts else rows.back(full)
+
+        def gathered(share: torch.Tensor) -> torch.Tensor:
+            mine = rows.first(share)[: self.rows.count]
+            return rows.back(gather_samples(mine.contiguous(), self._counts, self._data, _TAG))
+
+        return on_shares(leaf, gathered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
 from shardwise.parallel.batchnorm import JoinBatchNorm
 from shardwise.parallel.slots import Phase
+from shardwise.part.crossing import on_shares
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.loss import Loss, loss_on
-from shardwise.step.task_metrics import MetricTally
+from shardwise.step.task_metrics import MetricTally, added_extras
 from shardwise.task import Task, call_arguments
 
 
@@ -96,7 +98,12 @@ class Forward:
         by_leaf = list(zip(*(leaves for leaves, _ in flat), strict=True))
         self.batched = [_has_samples(leaves, counts) for leaves in by_leaf]
         joined = [torch.cat(leaves[1:]) if at else leaves[0] for leaves, at in zip(by_leaf, self.batched, strict=True)]
-        return loss_on(self.task, tree_unflatten(joined, spec), batches[0])
+        loss = loss_on(self.task, tree_unflatten(joined, spec), batches[0])
+        if self.metrics is None:
+            return loss
+        # of each rank's own samples, and added up, whatever the loss is of
+        of_parts = [self.metrics.as_extras(*pair) for pair in zip(outputs[1:], batches[1:], strict=True)]
+        return loss.with_extras(reduce(added_extras, of_parts))
 
     def output(self, batch: Any) -> Any:
         """Returns the model's output for a batch on the device; under a pipeline None but on the last stage."""
@@ -129,7 +136,7 @@ class Forward:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if batched and leaf.dim():
-                full = gather_samples(leaf, counts, self.data, "loss inputs")
+                full = on_shares(leaf, lambda share: gather_samples(share, counts, self.data, "loss inputs"))
                 self.gathered_bytes += (full.numel() - leaf.numel()) * full.element_size()
                 return full
             return _ShareOfGradient.apply(leaf, ranks) if leaf.requires_grad else leaf

@@ -61,6 +61,14 @@ class Loss:
                 numbers[what] = not_negative(float(extra.weight), what)
         return numbers
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Returns the floating-point dtype of every sum and weight by name, of those that are tensors of one."""
+        values: dict[str, Any] = {"sum": self.total, "weight": self.weight}
+        for name, extra in self.extras.items():
+            values |= {f"extra '{name}'": extra.total, f"weight of extra '{name}'": extra.weight}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+
 
 def is_second_backward(error: BaseException) -> bool:
     """Whether the error is that of a second backward through a graph that was freed."""

@@ -98,6 +98,16 @@ class MetricTally:
             return math.nan
 
 
+def added_extras(first: dict[str, Extra], second: dict[str, Extra]) -> dict[str, Extra]:
+    """Returns metrics of two batches as those of both, from their extra terms."""
+    both = dict(first)
+    for name, extra in second.items():
+        before = both.get(name, Extra(torch.zeros_like(extra.total), 0.0))
+        assert before.weight is not None and extra.weight is not None
+        both[name] = Extra(before.total + extra.total, before.weight + extra.weight)
+    return both
+
+
 def _finish(name: str, third: Any) -> Callable[[float], float] | None:
     """Returns the function applied after the division, which a metric's third item names (`third`: [] or [it])."""
     if not third:

@@ -149,7 +149,8 @@ class _Recorder(TorchDispatchMode):
         """Runs an op on tensors without values: a view for real, a write not at all, anything else by shape."""
         returned = func._schema.returns
         # a view needs no values: it is made of the unfilled memory itself, and stays a view of it
-        if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
+        # t_ and unsqueeze_ write shapes and no values
+        if _reshapes(func) or (returned and all(r.alias_info and not r.alias_info.is_write for r in returned)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             for tensor in written_tensors(func, args, kwargs):
@@ -178,10 +179,10 @@ class _Recorder(TorchDispatchMode):
         made = {storage_key(tensor) for tensor in outputs} - before
         written = set(made)
         written |= {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
-        if not written:
-            return  # a view or a read: views are found again by size, stride and offset
-        if func.overloadpacket in (torch.ops.aten.resize_, torch.ops.aten.set_):
+        if func.overloadpacket in _SWAPS:
             raise NotReplayable(f"the constructor swaps storages ({func})")
+        if not written or _reshapes(func):
+            return  # a view or a read: views are found again by size, stride and offset
         tape = self.tape
         tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
         args, kwargs = replaced(torch.Tensor, ref_of, (args, kwargs))
@@ -253,6 +254,14 @@ def _argument_names(func) -> set[str]:
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+_SWAPS = (torch.ops.aten.resize_, torch.ops.aten.set_)
+
+
+def _reshapes(func) -> bool:
+    """Whether an op changes a tensor's shape in place, and none of its values."""
+    return torch.Tag.inplace_view in func.tags and func.overloadpacket not in _SWAPS
 
 
 _VALUE_READERS = {"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__"}

@@ -6,12 +6,13 @@ floating-point dtype leaves it float64. Complex numbers likewise; those that are
 (`torch.zeros(shape, dtype=torch.cfloat)`, into which a spectrum is written) are complex128 from the start.
 
 What a forward makes as float32 whatever its input (a spectrum to be filled in, classes as one-hot rows) is made float64
-likewise. What autograd casts is cast: a gradient has the dtype of its tensor.
+likewise, and what an operation computes from float32 alone (weights of classes that a loss keeps beside the module).
+What autograd casts is cast: a gradient has the dtype of its tensor.
 
 Initial values are those of one process that was never asked: what a constructor rounds on purpose (a table computed in
 float64) stays rounded, so `as_written` is around constructors and their replays.
 
-What this does not do: change tensors that were float32 from the start, or kernels that have no float64.
+What this does not do: change tensors that were float32 from the start, writes into them, or kernels without float64.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.trace.elementwise import is_random
 from shardwise.trace.functional import with_values
 
 _WIDE = {
@@ -54,6 +56,8 @@ class KeepDouble(TorchDispatchMode):
             # only where the run's own dtype is float64: its constants and one-hot rows lose nothing by it
             elif torch.get_default_dtype() == torch.float64 and _exact(func, args):
                 kwargs["dtype"] = wide
+        elif torch.get_default_dtype() == torch.float64 and _computes_narrow(func, args) and not _of_autograd():
+            args = tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
         return with_values(func)(*args, **kwargs)
 
 
@@ -61,6 +65,13 @@ def _is_double(args: tuple, wide: torch.dtype) -> bool:
     """Whether a cast is of a float64 tensor, or makes complex numbers of no tensor at all."""
     dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
     return torch.float64 in dtypes or torch.complex128 in dtypes or (wide.is_complex and not dtypes)
+
+
+def _computes_narrow(func: Any, args: tuple) -> bool:
+    """Whether an operation makes something new of float32 alone, so that its result hangs on the order of its terms."""
+    dtypes = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
+    new = func.namespace == "aten" and all(made.alias_info is None for made in func._schema.returns)
+    return dtypes == {torch.float32} and new and not is_random(func)
 
 
 def _exact(func: Any, args: tuple) -> bool:

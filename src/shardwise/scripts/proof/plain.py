@@ -96,8 +96,9 @@ class Plain:
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
         self._hook(optimizer)
-        if not isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks
-            self.model.register_forward_pre_hook(self._sees_forward)
+        for module in self.model.modules():  # a method beside forward (a decode) calls those inside alone
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                module.register_forward_pre_hook(self._sees_forward)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((as_given(self.model), self.optimizer, self.loader)[: self._unpacks])
@@ -219,7 +220,7 @@ class Plain:
     # --- what is recorded
 
     def _sees_forward(self, module: nn.Module, args: tuple) -> None:
-        if not torch.is_grad_enabled() and not module.training:
+        if not torch.is_grad_enabled() and not self.model.training:
             self._recorder.met("an evaluation")
 
     def _hook(self, optimizer: Optimizer) -> None:
