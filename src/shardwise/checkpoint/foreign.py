@@ -1,4 +1,4 @@
-"""Read others' state dicts: files of `torch.save`, folders of `torch.distributed.checkpoint`; write such a folder.
+"""Read others' state dicts for `checkpoint convert` (`torch.save`, DCP folders); write such a folder. A run: stored.
 
 Nothing in them is executed. Of a file, torch's restricted reader makes tensors and plain containers alone
 (`weights_only`); of a folder's `.metadata` only torch's classes that describe tensors are made, and only tensors are

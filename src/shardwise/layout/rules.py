@@ -1,4 +1,4 @@
-"""The one table of plans refused, and why; keys without what they act on: keys' `Need`. Of a module: in engine/.
+"""The one table of plans refused, and why; keys without what they act on: `Need`. Of a module: engine/, parallel/.
 
 A rule names the fields it looks at, tells when it applies, and gives the reason in one sentence. `kind` is
 "not built" for a field whose room does not exist yet, "illegal" for what cannot be right.

@@ -223,7 +223,7 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
     say("probe: starting its ranks")
     count = ranks or device_count() or 2
     cluster = _cluster(launch(measure, count, (say, budget), timeout_s=LIMIT_S))
-    if cluster.device.pace_us is None:  # no CPU
+    if cluster.device.pace_us is None:  # a GPU: the engine's own steps are timed where nothing hides the host's work
         return cluster
     results = launch(measure_engine, count, (say, cluster.device.pace_us.value, budget, quick), timeout_s=LIMIT_S)
     return _with_engine(cluster, results, say)

@@ -1,4 +1,4 @@
-"""The progress display of a run on rank 0's stderr: a live bar, or plain lines. Its numbers: speed, training/loop.
+"""The progress display of a run on rank 0's stderr: a live bar, or plain lines. It shows (`_text`): training/loop's.
 
     step 120/1000  loss 2.3456  lr 1.00e-03  51.2k tokens/s  MFU 41.2 %  peak 1.3 GiB  0:01:12 left
 

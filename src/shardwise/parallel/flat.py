@@ -290,7 +290,7 @@ class Flat:
         return self.whole(index, self._piece(part, part.gradient, entry))
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """Gathers a whole tensor of the index-th parameter's shape from every rank's piece."""
+        """Returns the `Gathering`, to be driven, of a whole tensor of the index-th parameter from all ranks' pieces."""
         return joined(self, index, self.shapes[index], piece, self.axis)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:

@@ -6,7 +6,8 @@
     N ranks       the engine under the plan
 
     bar of a tensor = 3 * the most that the three differ by, at least one unit in its largest element's last place,
-                      and at most how far it moved: above that, what one epsilon explains is not proven
+                      and at most how far it moved: above that, what one epsilon explains is not proven (but of weights
+                      that moved by rounding alone, whose gradient is zero: attention's biases of keys)
 
 SGD, since its update is the gradient: an error that Adam would divide by its own size, such as a loss scale that was
 not divided out, shows in full. Its learning rate moves the weights by a few thousandths in each step.
@@ -51,6 +52,7 @@ NUDGES = 3
 ALLOWANCE = 3  # times what moving by one epsilon does
 FEW_THOUSAND = 2**13  # squares of which a norm adds up in the dtype of gradients
 MOST_BAR = 1.0  # of how far a weight moved
+STILL = 1e-6  # of how far any weight moved: less is rounding, where one epsilon explains it
 MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where masters are in 16 bits less would be lost
 
 
@@ -118,20 +120,24 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         [run.norms for run in nudges] + [*map(list, zip(*reference.rounded, strict=True))],
         under_plan.norms,
     )
+    distances = {name: _largest(value - reference.initial[name]) for name, value in reference.weights.items()}
+    still: list[str] = []
     for name, value in reference.weights.items():
-        moved = float((value - reference.initial[name]).abs().max())
-        response = max(float((run.weights[name] - value).abs().max()) for run in nudges)
-        largest = float(value.abs().max()) if value.numel() else 0.0
+        moved, largest = distances[name], _largest(value)
+        response = max(_largest(run.weights[name] - value) for run in nudges)
         # a weight that no nudge moved may still be rounded to the other side under the plan
         ulp = torch.finfo(_master(plan)).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
         unit = moved or max(largest, 1e-300)  # a weight that did not move is measured by its own size
         allowed = max(ALLOWANCE * response, ulp) / unit
-        error = float((under_plan.weights[name] - value).abs().max()) / unit
+        error = _largest(under_plan.weights[name] - value) / unit
         parity.parameter_error[name] = error = error if error == error else math.inf
         parity.own_bars["parameter", name] = bar = min(allowed, max(MOST_BAR, ulp / unit))
         if bar < error <= allowed:
             parity.noisy.add(("parameter", name))
-            parity.unproven.append(f"'{name}' differs by {error:.1e} of how far it moved, as one epsilon explains")
+            why = f"'{name}' differs by {error:.1e} of how far it moved, as one epsilon explains"
+            (still if moved <= STILL * max(distances.values()) else parity.unproven).append(why)
+    if still:
+        parity.notes.append(f"moved by rounding alone: {still[0]}" + (f" ({len(still)} such)" if still[1:] else ""))
     if reference.skipped == STEPS:
         parity.unproven.append(
             f"all {STEPS} steps overflowed in one process in {plan.precision}, so that none was taken: use smaller "
@@ -192,6 +198,11 @@ def _scales(plan: Plan, run: Narrow) -> list[float]:
     """Returns the loss scale after each step; relative to the first where that depends on pieces of a micro-batch."""
     first = run.scales[0] or 1.0 if plan.deterministic else 1.0
     return [scale / first for scale in run.scales]
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Returns the largest absolute value, 0 of a tensor without elements."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _compute(plan: Plan) -> torch.dtype:

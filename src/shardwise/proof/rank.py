@@ -56,12 +56,9 @@ def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, M
     record.initial = _named(engine.full_parameters())
     _compare_ranks(engine, record, -1, (("parameter", n, t) for n, t in engine.used_parameters()))
     for step in range(settings.steps):
-        last = step == settings.steps - 1
         batch = global_batch(resolved, settings, step)
-        observing = engine.observe() if last else nullcontext()
-        with observing as ledger, KeepDouble(), default_dtype(settings.dtype), sizes_of(step):
+        with KeepDouble(), default_dtype(settings.dtype), sizes_of(step):
             result = engine.step(batch)
-        record.ledger = ledger.rows() if ledger is not None else []
         record.batches.append(checksum_of(batch))
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)

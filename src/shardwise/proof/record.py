@@ -37,7 +37,6 @@ class Record:
     limits: list[float] = field(default_factory=list)  # by step, up to which elements of gradients are zero (zeros)
     trained: set[str] = field(default_factory=set)  # names of parameters that get a gradient
     notices: list[str] = field(default_factory=list)
-    ledger: list[dict] = field(default_factory=list)
     deviations: list[Deviation] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     buckets: int = 0  # in which gradients travel, at least; 0: they do not

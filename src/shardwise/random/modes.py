@@ -212,6 +212,7 @@ class GlobalRandom(TorchDispatchMode):
             return (hashed(key, index) if rate is None else is_below(key, index, rate)).view(shape)
         if self.one_kernel:  # in a forecast the values are not read, and hashing would be many ops
             return torch.zeros(shape, dtype=torch.int64 if rate is None else torch.bool, device=device)
+        # with a kernel, making rows and columns is what takes the host longest; packed rows are no key of a cache
         table = _kept_rows_and_columns if packed is None and has_kernel(device) else _rows_and_columns
         rows, columns = table(packed, shape, dim, samples, device, blocks)
         drawn = bits_at(key, rows, columns) if rate is None else below_at(key, rows, columns, rate)

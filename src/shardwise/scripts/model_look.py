@@ -99,7 +99,7 @@ def look_at_model(
     def evaluate(one: tuple[tuple, int]) -> Loss:
         """Returns what stands for the loss on one of `batches`, (call, samples of it); notes its outputs' shapes."""
         call, count = one
-        at = next((at for at, asked in enumerate(batches) if asked is one), None)
+        at = next(at for at, asked in enumerate(batches) if asked is one)
         try:
             with gate.closed():
                 leaves = outputs(engine.module, call)
@@ -110,8 +110,7 @@ def look_at_model(
                 f"the model takes {n} samples and fails on {count} of them ({first_line(error)}), of which "
                 f"each rank has a part{unplaced or _hint(dim)}"
             ) from error
-        if at is not None:
-            made.shapes[at] = list(map(_shape, leaves))
+        made.shapes[at] = list(map(_shape, leaves))
         return _OfOutputs(leaves, count, made, engine.device)
 
     def of_copy(module: nn.Module, one: tuple[tuple, int]) -> Loss:

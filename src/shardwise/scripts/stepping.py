@@ -282,7 +282,7 @@ class Stepping(OverRanks):
                 compare(engine, tally)
             self._result = result
             self.grad_norm = result.grad_norm
-            if self._earlier is not None:
+            if self._earlier is not None:  # a backward without zero_grad() before it: what that set aside is added
                 self.grad_norm, self._usable = self._earlier.add(), self._usable and self._earlier.usable
             if not self._usable:  # on one rank alone, perhaps, and a GradScaler is to find it on every one
                 for gradient in held_gradients(engine.state):

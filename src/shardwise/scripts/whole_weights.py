@@ -186,7 +186,10 @@ class WholeWeights:
         return with_summed_gradient(whole, (*beside, *self._script.mesh.inner))
 
     def taken(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns `torch.autograd.grad`'s tuple, for pieces; within units that have gathered weights again too."""
+        """Returns `torch.autograd.grad`'s tuple, each gradient cut as its piece. Collective.
+
+        Where an FSDP unit has gathered the weight, that one's gradient is summed over ranks, cut and added.
+        """
         alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
         pieces = [inputs] if alone else list(inputs)
         units = [self._in_units.get(id(piece)) for piece in pieces]

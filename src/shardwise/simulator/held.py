@@ -279,7 +279,7 @@ def _updated_sizes(trace: StepTrace, layout: Layout, states: States, updated: fl
     Under ZeRO 1 and 2 a rank has pieces, by the borders of its shards of the buckets.
     """
     ranks = layout.shard_ranks
-    if not layout.sharded.flat or trace.experts:
+    if not layout.sharded.flat or trace.experts:  # experts lie in buckets of their own: whole tensors are a bound
         share = ranks if layout.sharded.weights else 1
         return [[min(size / share, updated) for size in trace.in_order.values()]]
     width, sizes = int(states.gradient), [trace.in_order[place] for place in sorted(trace.in_order)]

@@ -1,4 +1,4 @@
-"""Divide summed gradients by the global weight and clip them, once; the norm's squares come by step/control.
+"""Divide summed gradients by the global weight and clip them, once; squares: step/control. Scripts: over_ranks.
 
 g <- (sum over ranks and micro-batches of g) * min(1, clip / |g|) / (W * loss scale)
 """

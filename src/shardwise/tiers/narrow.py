@@ -154,7 +154,7 @@ CODECS: dict[str, Codec] = {"bf16": ROUNDED, "8bit": BLOCKWISE}
 
 
 def sizes(signed: bool) -> torch.Tensor:
-    """Returns the sizes that a code stands for, ascending from 0 to 1, in float32."""
+    """Returns the sizes that codes stand for, ascending from 0 to 1, float32: (255,), or (128,) of signed codes."""
     values = [torch.zeros(1, dtype=torch.float64)]
     for decade in range(DECADES):
         borders = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)

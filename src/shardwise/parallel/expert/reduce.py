@@ -93,7 +93,10 @@ class WithExperts:
         return used
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait for the reductions of both techniques."""
+        """Wait for both techniques' reductions, and set the masters' gradients.
+
+        used  indices, among all names, of parameters that this rank's backward reached (called again: any rank's)
+        """
         for technique in (self.rest, self.experts):
             technique.finish_step({p for p, i in enumerate(self._indices[id(technique)]) if i in used})
 

@@ -1,4 +1,4 @@
-"""Find where a forward can be cut into stages, and where it is best cut (by cost). What crosses: trace/flow.
+"""Find where a forward can be cut into stages, and best is (by cost); refuse too many stages. Crosses: trace/flow.
 
 A place to cut is the entry of a submodule, if everything that depends on parameters and crosses that moment can be
 taken hold of: it is an argument of that submodule, or the argument or result of one that was called before. It can

@@ -107,7 +107,12 @@ def _conflict(cuts: list[_Cut], runs_on: bool) -> str:
 
 
 def _had(cuts: list[_Cut], runs_on: bool) -> tuple[list[list[int]], str]:
-    """Returns (sides[forward][tensor number], as bits, with its right values; why no cut can be here, or "")."""
+    """Returns (for each forward and tensor number, the sides of the cut with its right values; why no cut, or "").
+
+    Sides are bits, `BEFORE | AFTER`. The list ends before the forward with a conflict.
+
+    runs_on  the stage before goes on to the forward's end
+    """
     had: list[list[int]] = []
     for cut in cuts:
         sides, why = _sides(cut, runs_on, cuts, had)

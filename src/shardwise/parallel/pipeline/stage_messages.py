@@ -1,4 +1,4 @@
-"""Send hidden states and gradients between stages (made: step/staged). Forecasts: rank_row, simulator/stages.
+"""Send hidden states and gradients between stages (made: step/staged). Forecasts: rank_row, simulator/cut.
 
     stage s    F: hidden states ------------------------------> stage s + 1
                B: gradients of those that need one <-----------

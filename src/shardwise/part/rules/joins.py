@@ -37,6 +37,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
         local = [t.local if is_part(t) else lead.share(t, lead.dim_cut) for t in tensors]
         return lead.with_local(torch.cat(local, dim))
     if len(parts) != len(tensors) or any(p.dim_cut != dim for p in parts):
+        # zeros for a split's undefined gradient, as long as their cut neighbour, and so dealt like it
         if all(p.dim_cut == dim for p in parts) and _like_its_neighbour(tensors, lead, dim):
             tensors = [t if is_part(t) else lead.with_local(lead.share(t, dim)) for t in tensors]
         elif all(p.dim_cut == dim for p in parts) and lead.axis.positions:

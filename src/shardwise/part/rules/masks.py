@@ -91,6 +91,7 @@ def nonzero(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if not mask.axis.positions:
         raise Uncut(no_rule(func, [mask]))
     if isinstance(mask.local, Distributed):  # an axis further in would have to know both numberings: done whole
+        # a rehearsal has no values: true everywhere, the most that there may be
         everywhere = plain(gathered_told(mask, "a mask whose places are asked for"))
         return func(everywhere if mask.axis.rehearsal is None else everywhere == everywhere)
     whole = _whole_in_rehearsal(mask, mask)
@@ -98,6 +99,7 @@ def nonzero(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     columns = list(func(theirs).unbind(1))
     columns[cut] = to_device(mask.owners.indices(mask.axis.index), theirs.device)[columns[cut]]
     places = mask.with_local(torch.stack(columns, 1), 0, _owners(mask, theirs, cut, whole))
+    # of one dim there is one column, and all of its numbers are places along the cut dim
     places.own = mask.owners, cut if mask.dim() > 1 else None
     return places
 

@@ -1,4 +1,4 @@
-"""Scans: running sums along a cut dim too (`SUMS`: a new one is a row there); others whole.
+"""Scans: running sums along a cut dim too (a new one: a row of `SUMS`, and out of `_OTHERS`); others whole.
 
     positions   0 1 2 | 3 4 | 5 6 7          runs, each on one rank
     local       the scan of each run

@@ -1,4 +1,4 @@
-"""`ScriptRecorder`: what one process of a proven script did, one `StepRecord` for each optimizer step of each model.
+"""`ScriptRecorder`: what a process of a proven script did, by optimizer step. Told by: plain, on_ranks, torch_hooks.
 
 `prepare` asks `recorder()`: outside of a proof there is none. In the one process of a proof `prepare` returns `Plain`
 (plain), on ranks a `Prepared` that tells the recorder of its backwards and steps; scripts that never call `prepare`
