@@ -128,8 +128,8 @@ def test_fp16_moves_weights_as_fp32_does(plan: str, pool: RankPool) -> None:
 
 
 def test_a_scale_that_is_not_divided_out_is_found(pool: RankPool) -> None:
-    one = bug("the scale stays in the gradient", "step.normalise:normalise",
-              "scale.value if scale is not None else 1.0", "1.0", "", "")  # fmt: skip
+    one = bug("the scale stays in the gradient", "step.normalise:divisor_of",
+              "state.scale.value if state.scale is not None else 1.0", "1.0", "", "")  # fmt: skip
     buggy = BuggyPool(pool, one)
     with pytest.raises(RunError, match="is not finite"):  # a step of 2^12 times its length
         far_from_fp32(buggy, "dp_replicate=2")

@@ -125,7 +125,7 @@ def refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        ("mean", RefusedPlan, "does not add up over samples: its extra 'metrics/error'"),
+        ("mean", RefusedPlan, "the metric 'error' of Task.metrics does not add up"),
         ("number", InputError, "'error' is not a sum and a weight"),
         ("matrix", InputError, r"'error' has a sum of shape"),
         ("finish", InputError, "'error' ends with 'log'"),

@@ -33,6 +33,8 @@ from shardwise.random import Samples
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
 from shardwise.trace.double import KeepDouble, default_dtype
+from shardwise.trace.module_state import outside_now
+from shardwise.trace.outside_state import Reached
 
 Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # kind, name, value
 
@@ -50,6 +52,7 @@ def run_rank(task: Any, plan: Plan, settings: Settings, own: Plan | None = None)
 def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, Mesh]:
     """Returns (the record of all steps, the mesh); ranks but 0 keep only what differs from rank 0. Collective."""
     engine, buckets = _engine(resolved, plan, settings)
+    outside = outside_now(Reached(engine.module, (resolved.loss,)))
     record = Record(
         notices=list(engine.notices), buckets=min(buckets, default=0) if engine.mesh.gradients.size > 1 else 0
     )
@@ -67,6 +70,7 @@ def _recorded(resolved: Task, plan: Plan, settings: Settings) -> tuple[Record, M
         record.buffers.append(_named(engine.full_buffers()))
         record.states.append(_states(engine, record))
         _compare_ranks(engine, record, step, _answers(engine, record, step))
+    outside.restore()  # tables that a forward keeps there are in float64, and no step in another dtype makes them anew
     if engine.rank == 0:
         return record, engine.mesh
     return Record(losses=record.losses, norms=record.norms, deviations=record.deviations), engine.mesh

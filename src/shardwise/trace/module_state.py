@@ -80,7 +80,7 @@ class ModuleState:
         functions: tuple[Callable, ...] = (), reached: Reached | None = None,
     ):  # fmt: skip
         self._caches = CacheState(module) if only is None else None
-        self.outside = None if only is not None else _outside(reached or Reached(module, functions))
+        self.outside = None if only is not None else outside_now(reached or Reached(module, functions))
         # `only` is what a first forward changed, batch norm's statistics among it, of which no version tells: all of it
         # counts as changed from then on
         self._by_value, self._all = by_value, by_value and only is not None
@@ -156,7 +156,8 @@ class ModuleState:
                 put_back(value, copied)
 
 
-def _outside(reached: Reached) -> OutsideState:
+def outside_now(reached: Reached) -> OutsideState:
+    """Returns what lies outside a module and its code may change, as it is now, to be put back."""
     return OutsideState(reached, partial(PassedState, written=True, outside=set()))
 
 
