@@ -16,14 +16,12 @@ from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.schedule_kinds import Op
-from shardwise.layout.zero_stages import PER_MICROBATCH
 from shardwise.memory.live import LiveBytes, resizes_told
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.pipeline.stage_messages import TensorSpec
-from shardwise.parallel.slots import Slot
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
@@ -34,6 +32,7 @@ from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.peak_windows import PeakWindows
 from shardwise.rehearsal.rank_module import RankModule
+from shardwise.rehearsal.reduced_buckets import rehearsed_buckets
 from shardwise.rehearsal.step_trace import (
     Arrivals,
     ModulePath,
@@ -357,31 +356,16 @@ class Rehearsal:
         ):
             if played and named:
                 with self.fake:
-                    techniques.append(self._flat(named, ranks))
+                    flat = rehearsed_buckets(named, ranks, cuts, self.precision, self._aside)
+                techniques.append(flat)
+                if cuts.gradients != "as_made":
+                    elements = sum(part.high - part.low for part in flat.shards)
+                    trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize
             # zero=3 owns the other weights; of experts that one rank alone holds the gradients rest
             elif not cuts.sharded.weights or named is expert_params:
                 alone |= named
         self.arrivals = Arrivals(alone.values())
         return techniques
-
-    def _flat(self, named: dict[str, nn.Parameter], ranks: int) -> Flat:
-        """Returns the technique that reduces gradients of these parameters after every micro-batch (zero=2)."""
-        gloo = self.shares.cuts.gloo
-        shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger(), copies=gloo)
-        flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=PER_MICROBATCH)
-        into_bucket = flat.buckets._on_gradient
-
-        def on_gradient(*of_bucket: Any) -> None:
-            with self._aside():
-                into_bucket(*of_bucket)
-
-        vars(flat.buckets)["_on_gradient"] = on_gradient
-        if self.shares.cuts.gradients == "as_made":
-            flat.use_as_made(_used)
-            return flat
-        elements = sum(part.high - part.low for part in flat.shards)
-        self.trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize
-        return flat
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -455,9 +439,3 @@ def trace_of(
         raise InputError(untraced(error, ModulePath())) from error
     finally:
         forget()  # a gathered tensor of this rehearsal is none of the next one's
-
-
-def _used(slots: list[Slot], number: int, flat: torch.Tensor | None) -> None:
-    """Drops gradients as an update within backward does."""
-    for slot in slots:
-        slot.master.grad = None
