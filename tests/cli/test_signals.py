@@ -239,8 +239,8 @@ def test_sigterm_to_all_before_the_first_step_is_no_failure(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc, which is Linux's")
-@pytest.mark.long
-@pytest.mark.parametrize("task", ["slow.py:slow", "rows.py:rows"], ids=["batches", "workers"])
+@pytest.mark.parametrize("task", [pytest.param("slow.py:slow", id="batches", marks=pytest.mark.long),
+                                  pytest.param("rows.py:rows", id="workers")])  # fmt: skip
 def test_sigterm_to_all_amid_the_steps_saves(task: str, tmp_path: Path) -> None:
     """As above: what forks the ranks, and what reads for them, is sent it too."""
     (tmp_path / "rows.py").write_text(ROWS)

@@ -32,6 +32,7 @@ from shardwise.digest import digest
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
+from shardwise.ranks import start_ranks
 from shardwise.training.holding import LOCK, held
 from shardwise.training.keeping import Stopping
 from shardwise.training.resume import ARRAY_TASK, STOPPED, find_run, mark_stopped, of_another_plan, settings_of
@@ -500,7 +501,25 @@ def test_a_signal_saves_and_the_same_command_goes_on(plan: str, number: int, her
     assert [record["step"] for record in records] == list(range(len(records)))
 
 
-def test_handlers_of_others_hear_the_second_signal_and_are_put_back() -> None:
+def test_a_signal_that_arrives_twice_at_once_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends SIGTERM to its command and to the command's group."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        stopping = Stopping(launched=False)
+        stopping.start()
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.asked == "SIGTERM" and not heard
+        monkeypatch.setattr(start_ranks, "TOGETHER_S", 0.0)  # a second has passed
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_handlers_of_others_hear_the_second_signal_and_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_ranks, "TOGETHER_S", 0.0)
     heard: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}

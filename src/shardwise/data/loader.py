@@ -131,7 +131,7 @@ class Loader:
             return self._steps.walk(position, self._end)
         return read_in_workers(
             self._steps, position, self._end,
-            workers=self._workers, ahead=self._prefetch, timeout_s=self._read_timeout_s,
+            workers=self._workers, ahead=self._prefetch,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,10 @@ What this does not do: share memory with the workers; parts come as bytes, since
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +63,7 @@ class _Spans:
 
 
 def read_in_workers(
-    steps: Steps, position: int, end: int | None, *, workers: int, ahead: int, timeout_s: float
+    steps: Steps, position: int, end: int | None, *, workers: int, ahead: int
 ) -> Iterator[tuple[list[Share], int]]:
     """Returns (parts, position after them) of each step from `position`, read by `workers` processes."""
     context = multiprocessing.get_context("forkserver")
@@ -72,7 +75,9 @@ def read_in_workers(
         num_workers=workers,
         prefetch_factor=max(1, ahead),
         multiprocessing_context=context,
-        timeout=timeout_s,
+        # none: with one, torch looks for dead workers only when it is over; who takes from `Prefetch` has a deadline
+        timeout=0,
+        worker_init_fn=_ends_for_its_rank,
         generator=torch.Generator().manual_seed(0),  # the script's own generator is left alone
         collate_fn=_as_it_is,
     )
@@ -91,6 +96,21 @@ def read_in_workers(
             yield parts, stop
     finally:
         batches._shutdown_workers()
+
+
+def _ends_for_its_rank(worker: int) -> None:
+    """Let SIGTERM end this process where its rank sent it, and not where all were sent it: those ranks save first."""
+    rank = multiprocessing.parent_process()
+    if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS tells no sender
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=listen, name="end-with-rank", daemon=True).start()
 
 
 def _as_it_is(packed: bytes) -> bytes:

@@ -18,6 +18,7 @@ from shardwise.ranks.pool_messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
+TOGETHER_S = 1.0  # SIGTERMs that are no further apart are one request
 GRACE_S = 2.0  # after a first failure: time for the true cause to show, before the others are ended
 
 
@@ -163,6 +164,22 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *(() if stays else (signal.SIGHUP,)))
 
 
+class HeardSignals:
+    """Tells which stop signal is a run's first, and which is another one."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def hear(self, number: int) -> str:
+        """Returns "first"; or "same", of a SIGTERM that comes with the first signal; or "another"."""
+        now = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now
+            return "first"
+        # `timeout` and batch systems send it to a process and to its group; Ctrl-C twice at once is meant
+        return "same" if number == signal.SIGTERM and now - self._first_s < TOGETHER_S else "another"
+
+
 class _Asked(threading.Event):
     """The event that ranks are asked to stop.
 
@@ -190,7 +207,7 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
     if on_stop is None or threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    numbers = stop_signals()
+    numbers, heard = stop_signals(), HeardSignals()
     before = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
@@ -199,12 +216,15 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
 
     def handle(number: int, frame: Any) -> None:
         """Signal handler: asks ranks to stop; Ctrl-C before a first step acts as without this context."""
-        restore()
-        early = not asked.begun()
-        asked.early = early and number == signal.SIGTERM
-        if early and number == signal.SIGINT:
+        came = heard.hear(number)
+        if came == "same":
+            return
+        early = came == "first" and not asked.begun()
+        if came == "another" or (early and number == signal.SIGINT):
+            restore()
             os.kill(os.getpid(), number)
             return
+        asked.early = early and number == signal.SIGTERM
         asked.set()
         with suppress(OSError):  # the terminal may be gone
             on_stop(signal.Signals(number).name)

@@ -36,7 +36,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.look.ranks_alike import HeldAlike
-from shardwise.ranks.start_ranks import stop_signals
+from shardwise.ranks.start_ranks import HeardSignals, stop_signals
 from shardwise.training.job import Job
 from shardwise.training.resume import STOPPED, changes, home_of, of_another_plan, settings_of, task_digest
 from shardwise.training.stragglers import Stragglers
@@ -65,6 +65,7 @@ class Stopping:
         self._numbers = (signal.SIGUSR2,) if launched else stop_signals()
         self._launched = launched
         self._before: dict[int, Any] = {}
+        self._heard = HeardSignals()
 
     def start(self) -> None:
         """Installs the handlers; does nothing outside of the main thread."""
@@ -80,16 +81,15 @@ class Stopping:
             signal.signal(number, signal.SIG_IGN)
 
     def _hear(self, number: int, frame: Any) -> None:
-        """Signal handler: notes the request; Ctrl-C before the first step goes to the handler before this one."""
-        if self.starts and number == signal.SIGINT:
+        """Signal handler: notes the request; another, and Ctrl-C before the first step, go to whom it was before."""
+        came = self._heard.hear(number)
+        # the parent of a launched rank counts the signals, and ends its ranks at the second one
+        if (self.starts and number == signal.SIGINT) or (came == "another" and not self._launched):
             self.stop()
             # raise the signal again for the handler that was there before
             os.kill(os.getpid(), number)
-            return
-        self.asked = signal.Signals(number).name
-        # the parent of a launched rank counts the signals, and ends its ranks at the second one
-        if not self._launched:
-            self.stop()
+        elif came == "first":
+            self.asked = signal.Signals(number).name
 
     def stop(self) -> None:
         """Puts the previous handlers back."""
