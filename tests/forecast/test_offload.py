@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,7 +272,7 @@ def test_a_traced_task_keeps_its_units_alone(text: str) -> None:
 @pytest.mark.parametrize(("machine", "text"), [("2 l40s", "dp_shard=2,zero=3,"), ("1 l40s", "")])
 def test_a_task_that_needs_the_host_has_an_answer(machine: str, text: str) -> None:
     """Between what it needs with weights on the host, and with all else there."""
-    task, cluster = "test_weights_on_host:wide", Cluster.parse(machine)
+    task, cluster = f"{Path(__file__).parents[1] / 'tiers' / 'test_weights_on_host.py'}:wide", Cluster.parse(machine)
     more, less = (
         simulate(task, f"{text}offload={what}", cluster).worst.reserved
         for what in ("optimizer|activations", "parameters")

@@ -124,7 +124,6 @@ class Rehearsal:
                 if reads is None or not reads.units:
                     raise
         self.outside = reads.units if reads is not None else set()
-        self.trace.final = self.arrivals.final
         self.trace.arrived = [(place, live_then - base) for place, live_then in self.arrivals.moments]
         if self.parts.activations is not None:  # of the whole row, and a trace tells of one micro-batch
             put = self.parts.activations.put_bytes()

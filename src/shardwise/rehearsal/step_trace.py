@@ -243,7 +243,7 @@ def trace(
                 del output
                 total.backward()
             counts.arrived = [(place, live_then - base) for place, live_then in arrivals.moments]
-            counts.final, counts.idle, counts.own_backward = arrivals.final, arrivals.idle, seen.met
+            counts.idle, counts.own_backward = arrivals.idle, seen.met
             # a backward inside the forward reads weights of units that do not run then: the root gathers all of them
             through = {path for path, _ in model.named_modules() if path} if seen.met else set()
             counts.put = activations.put_bytes() if activations is not None else {}
@@ -335,7 +335,7 @@ class OwnBackward(TorchFunctionMode):
 
 
 class Arrivals:
-    """Drops the gradient of each trained parameter as it comes, and notes which came last.
+    """Drops the gradient of each trained parameter as it comes, and notes which did.
 
     live   counts bytes, where those at each arrival are asked for: `moments`, (place, bytes)
     """
@@ -344,7 +344,7 @@ class Arrivals:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.moments: list[tuple[int, int]] = []
-        self._seen: dict[int, int] = {}  # elements by parameter, in the order in which gradients first came
+        self._seen: dict[int, int] = {}  # elements by parameter that a gradient came to
         self._sizes: list[int] = []
         for parameter in parameters:
             if parameter.requires_grad:
@@ -356,11 +356,6 @@ class Arrivals:
             self.moments.append((place, self.live.now))
         self._seen.setdefault(id(parameter), parameter.numel())
         parameter.grad = None
-
-    @property
-    def final(self) -> int:
-        """Elements of the gradient that came last; 0 where one never came."""
-        return [*self._seen.values()][-1] if self._seen and len(self._seen) == len(self._sizes) else 0
 
     @property
     def idle(self) -> int:

@@ -36,7 +36,6 @@ class StepTrace:
     sizes        elements of a trainable one -> how many
     in_order     place -> elements of each trained parameter, in the order in which the optimizer is given them
     wholes       place -> elements of the whole weight, of each that tp cuts
-    final        elements of the gradient that came last in backward, none where one never came
     arrived      (place in the module's order, live bytes as for `peak`) of each gradient as it came, if asked
     units        parameters of each repeated block, and of the rest
     shard_elements        elements of the weights that rest on a rank, where a technique that shards them was played
@@ -68,7 +67,6 @@ class StepTrace:
     sizes: Counter[int] = field(default_factory=Counter)
     in_order: dict[int, int] = field(default_factory=dict)
     wholes: dict[int, int] = field(default_factory=dict)
-    final: int = 0
     arrived: list[tuple[int, int]] = field(default_factory=list)
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)

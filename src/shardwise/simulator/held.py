@@ -219,10 +219,7 @@ def _peaks(
         ),
     }
     if here and layout.sharded.state and not layout.sharded.gradients:
-        # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor
-        # of its own, unless it was accumulated in the bucket itself
-        last = model.small.final if layout.n_micro == 1 else 0
-        out["reduction in flight"] = (reduced + last) * states.gradient
+        out["reduction in flight"] = reduced * states.gradient  # gloo keeps every copy until all are waited for
     return out
 
 
