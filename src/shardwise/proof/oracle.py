@@ -34,8 +34,6 @@ from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
-from shardwise.trace.module_state import outside_now
-from shardwise.trace.outside_state import Reached
 
 
 @dataclass
@@ -60,7 +58,6 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     if look is None and not settings.nudge and literal_weights.is_looked_at(task, module):
         unlike += literal_weights.differences(task, module)
         module = plain_module(task, settings)
-    outside = outside_now(Reached(module, (task.loss,)))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     eps = EpsWatch(named, optimizer, task.optimizer)
@@ -119,7 +116,6 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
         record.differences.append("two micro-batches, or steps, draw their masks from one seed")
     if arithmetic.met:
         record.notices.append("the optimizer computes in less than float64 by itself; both sides kept it in float64")
-    outside.restore()  # of tables that a forward keeps there: see `rank`
     return record
 
 

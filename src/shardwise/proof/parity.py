@@ -237,13 +237,19 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
     """Returns (`Record` of one process, its `Settings`): in float64, or in float32 where a kernel has no float64."""
     from shardwise.proof.float32_proof import float32_oracle
     from shardwise.proof.oracle import run_oracle
+    from shardwise.trace.deferred import build
+    from shardwise.trace.module_state import outside_now
+    from shardwise.trace.outside_state import Reached
 
+    outside = outside_now(Reached(build(task.model, settings.seed).module, (task.loss,)))
     try:
         return run_oracle(task, settings), settings
     except ShardwiseError:
         raise
     except Exception as failure:
         return float32_oracle(task, settings, failure, parity)
+    finally:
+        outside.restore()  # tables that a forward keeps there are in float64 now, and later steps in other dtypes
 
 
 def _refuse_half(task: Task, settings: Any) -> None:
