@@ -69,7 +69,9 @@ class StandIn:
         wanted = {SDPBackend.EFFICIENT_ATTENTION: (*q.shape[:2], -(-rows // 32) * 32)}
         assert lse.is_contiguous() and lse.shape == wanted.get(self.kind, (*q.shape[:3], 1)[: lse.dim()])
         assert lse.dim() == (4 if self.kind == SDPBackend.CUDNN_ATTENTION else 3)
-        lse = lse.reshape(*q.shape[:2], -1)[..., :rows]
+        lse = lse.reshape(*q.shape[:2], -1)
+        assert lse[..., rows:].isposinf().all(), "rows that are not there have weights of zero"
+        lse = lse[..., :rows]
         weights = (weights_of(q, k, named["is_causal"], named["scale"]) - lse.unsqueeze(-1)).exp().to(q.dtype)
         of_weights = torch.einsum("bhsd,bhtd->bhst", gradient, v) - (gradient * out).sum(-1, keepdim=True)
         of_scores = weights * of_weights * named["scale"]
