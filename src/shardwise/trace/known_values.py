@@ -45,6 +45,7 @@ from shardwise.trace.leaves import tensors_in, written
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
 MEDIAN = 0.5
 _ATEN = torch.ops.aten
+_UNFILLED = (_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided)
 _CHOICES = {_ATEN.topk: 1, _ATEN.max: 1, _ATEN.argmax: 0, _ATEN.sort: 1, _ATEN.argsort: 0}
 _FILLED = {_ATEN.zeros_like: 0, _ATEN.new_zeros: 0, _ATEN.ones_like: 1, _ATEN.new_ones: 1}  # whatever the first holds
 _FILLED_WITH = {_ATEN.full_like: 1, _ATEN.new_full: 2}  # the place of the number
@@ -203,6 +204,8 @@ class Values(TorchDispatchMode):
         real_args, real_kwargs = pytree.tree_map(value_of, (args, kwargs))
         with _disable_current_modes():
             real = func(*real_args, **real_kwargs)
+            # what a message would fill, which nobody sends here: whatever the memory holds is no index
+            real = real.zero_() if func._overloadpacket in _UNFILLED else real
         # `.item()` and the like: what Python decides by it hangs on where the values came from, which callers tell
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(real)):
             self.asked |= origins_of(leaves)
