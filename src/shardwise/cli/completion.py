@@ -137,7 +137,7 @@ def _values(parameter: click.Parameter, word: str) -> list[str]:
         return sorted(choice for choice in SOFTWARE if choice.startswith(word))
     if name == "precision":
         return _plan_values("precision", word)
-    if name == "task" and metavar == "TASK":
+    if name == "task" and metavar == "TASK":  # commands that forecast take models of the catalogue too
         return [*_models(word), *_tasks(word, ())]
     if name in ("task", "target"):
         return _tasks(word, (".toml",) if name == "target" else ())

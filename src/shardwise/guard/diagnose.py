@@ -244,7 +244,7 @@ class RankWatch:
 def missing_of(seen: RankSnapshot, ranks: Mapping[int, RankSnapshot]) -> list[int]:
     """Returns the ranks of this host that have not come to the collective in which the rank of `seen` waits."""
     group = seen.groups.get(seen.waits_key)
-    if group is None:
+    if group is None:  # it waits in no collective
         return []
     missing = []
     for rank in group.ranks:
@@ -252,7 +252,7 @@ def missing_of(seen: RankSnapshot, ranks: Mapping[int, RankSnapshot]) -> list[in
         if other is None or rank == seen.rank:
             continue  # on another host, or not begun
         theirs = other.groups.get(seen.waits_key)
-        if theirs is None or theirs.issued < seen.waits_number:
+        if theirs is None or theirs.issued < seen.waits_number:  # None: it has issued none over these ranks
             missing.append(rank)
     return missing
 

@@ -26,9 +26,10 @@ class ZeroStage:
     state       optimizer state and masters are shards: an optimizer must bear pieces, or owners of whole tensors
     gradients   they are shards too: reduced after every micro-batch, so that none outlives a backward whole
     weights     they are shards too, of units
-    gathers     of a unit in each micro-batch: 2 where it is freed between forward and backward, 1 where behind these
+    gathers     all-gathers of a unit's weights in each micro-batch: 2 where it is freed after its forward and gathered
+                again for its backward, 1 where it is kept until its backward is over, 0 where weights are no shards
     searched    a search tries it beside cuts of the module without being asked: the others save less, or cost more
-    split, sent, needs, when   the facts of docs/techniques (layout/techniques)
+    split, sent, needs, when   texts of docs/techniques: what is sharded and sent, what it asks for, when to take it
     """
 
     number: int

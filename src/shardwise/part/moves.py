@@ -57,7 +57,12 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
 
 
 def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
-    """Returns `recut` of a part that an inner axis cuts too: each of that axis's ranks exchanges its own indices."""
+    """Returns `recut` of a part whose local tensor is a distributed one too; raises `Uncut` where it cannot be cut so.
+
+    Each rank of the inner axis exchanges its own indices. An inner cut of the dim cut now is gathered, if it may be.
+
+    inside  owners of the inner cut in the result; None where nobody says
+    """
     inner = part.local.settled()
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather and inside is None:
         # nobody says how it will lie inside, and the plan gathers it anyway

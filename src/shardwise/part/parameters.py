@@ -263,10 +263,12 @@ def _reader(leaf: str):
         if param is None or cutting is None:  # another object that the module made of its own class
             raise AttributeError(leaf)  # Python then asks `__getattr__`
         outside = self.__dict__.get("_read_outside")
+        # code beside the forward (a script's optimizer, say) works on this rank's own share
         if outside is not None and outside():
             return param
         # inside a transform of torch.func a weight is read as before it, unless the transform has wrapped the weight
         outermost = before_transforms() if innermost(param) is param else nullcontext()
+        # a pipeline's stage runs other stages' layers under no_grad, and may use this weight in its own layers too
         with outermost, torch.enable_grad() if _OWN.ahead else nullcontext():
             weight = _read_once(self, leaf, param, lambda: seen(param, *cutting))
         return as_class_gives(type(self), self, leaf, weight)  # complex numbers of pairs
@@ -279,6 +281,7 @@ def _reader(leaf: str):
         if cut is not None and _stands_for_whole(param, cut, axis):
             return param
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
+            # inside `own_rows` a gradient is this rank's summand as it comes
             weight = with_summed_gradient(param, tuple(each for each in summed if each not in _OWN.axes))
         if cut is None:
             weight = whole_gradient(weight, axis)

@@ -86,7 +86,10 @@ WHOLE = _Whole()
 
 
 def goal_of(part: Part, whole: WholeView) -> int | None:
-    """Returns the dim along which a view's result is cut, where the part's shapes may not tell. Alike on all ranks."""
+    """Returns the dim along which a view's result is cut, told by one process's shapes; None: `regrouped` is to choose.
+
+    Alike on all ranks.
+    """
     goal = _taken_apart(part, whole)
     if goal is not None or not whole.outer:
         return goal

@@ -44,7 +44,9 @@ def read_saved(folder: Path, record: RunRecord) -> None:
             if not key.startswith("random/")
         }
         names = state_dict_names(stored)
+        # frozen weights that the checkpoint leaves to the files that the task reads them from
         record.read_again = {*stored.manifest.fields["names"]} - {*names}
+        # what is missing is told by `compare_saved`; averages are there only where the run keeps them
         record.saved = {name: whole[key] for name, key in names.items() if key in whole}
         averages = {name: "ema" + key.removeprefix("model") for name, key in names.items()}
         record.saved_averages = {name: whole[key] for name, key in averages.items() if key in whole}

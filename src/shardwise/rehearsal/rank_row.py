@@ -38,10 +38,10 @@ from shardwise.rehearsal.step_trace import (
     ModulePath,
     batch_norms,
     fake_batch,
+    in_run_dtype,
     inputs_of,
     note_sizes,
     objective,
-    on_device,
     untraced,
 )  # fmt: skip
 from shardwise.rehearsal.trace_mode import RehearsalMode, followed
@@ -277,7 +277,7 @@ class Rehearsal:
 
     def _batch(self, size: int) -> Any:
         """Returns a batch of `size` samples as the forward gets it: this rank's share of fields and sequences."""
-        batch = on_device(self.batches[size], self.precision)
+        batch = in_run_dtype(self.batches[size], self.precision)
         if self.positions is None:
             return batch
         copied = torch.Tensor.clone if self.shares.cuts.fused else torch.Tensor.contiguous  # to a device, or in place

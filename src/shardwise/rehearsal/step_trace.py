@@ -233,7 +233,7 @@ def trace(
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
             seen_by = RehearsalMode(routed, live, Count(counts), draws, writes=writes, fused=fused)
             with norms, kernels, fake, generators_kept(), seen_by, unpadded():
-                batch = on_device(batch, kept)
+                batch = in_run_dtype(batch, kept)
                 # the forward's own inputs and outputs live as long as they do in a run, hence the `del`
                 args, kwargs = inputs_of(task, batch, kept)
                 with OwnBackward() as seen:
@@ -303,8 +303,8 @@ def sizes_of(sent: Ledger, ranks: int) -> Counter[tuple[str, float]]:
     return sizes
 
 
-def on_device(batch: Any, precision: Precision) -> Any:
-    """Returns the batch as a run moves it: in float64 where the run computes in float64."""
+def in_run_dtype(batch: Any, precision: Precision) -> Any:
+    """Returns the batch, its floating-point tensors in float64 where the run computes in float64."""
     if precision.compute != torch.float64:
         return batch
     return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)

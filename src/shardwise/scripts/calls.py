@@ -277,10 +277,11 @@ class Calls(Loop):
         self.engine.state.phase.same = same_on_all(found, self.mesh.data, self.mesh.device)
 
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
-        """Check on the first batch that each sample's output depends on that sample alone; raise where it does not."""
+        """Run a few samples of the first batch: raise where samples mix, and join batch norms over ranks."""
         self.suspend()
         samples, look = 0, ModelLook([], [])
         if self.dealt is not None:
+            # a batch that every rank reads whole, else this rank's share of it
             samples = self.dealt.local.count if self.whole is None else self.dealt.part.total
         phase = engine.state.phase
         said = timing(self.notices.shown, "prepare: looking at samples of the first batch")

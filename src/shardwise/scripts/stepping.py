@@ -270,7 +270,7 @@ class Stepping(OverRanks):
         self._finish()
 
     def _finish(self) -> None:
-        """Sum gradients over ranks and divide them; first compare what ranks must agree on."""
+        """Sum gradients over ranks and divide them; raise where ranks do not agree on what they must."""
         assert self._tally is not None
         engine, tally = self.engine, self._tally
         if engine.world_size > 1:

@@ -260,8 +260,9 @@ def _temporaries(model: Model, layout: Layout, states: States, updated: float) -
     There the one before leaves some behind.
     """
     update = model.update
-    if not model.batch_on_device:
+    if not model.batch_on_device:  # an accelerator, where an optimizer updates all tensors in one call
         return update.temporary * updated
+    # sizes may be bounds from above: two tensors together are no more than all that is updated
     elements = (
         update.temporary * size + update.left * min(before, updated - size)
         for sizes in _updated_sizes(model.small, layout, states, updated)

@@ -152,17 +152,18 @@ def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Cu
     rests, activations, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
     # I frees nothing: the weights' part of the backward still reads the activations
-    last = {"F": 1, "B": -1, "W": -1}
+    change = {"F": 1, "B": -1, "W": -1}
     flying = most = 0
     for kind, _, _ in ordered:
-        flying += last.get(kind, 0)
+        flying += change.get(kind, 0)
         most = max(most, flying)
     per_micro_batch, now = activations / max(1, most), rests
     curve: Curve = [(0.0, rests)]
     for kind, start, stop in ordered:
+        # the peak lies in a backward: what lives only at the peak is drawn there
         extra = moment if kind != "F" else 0.0
         curve += [(start, now), (start, now + extra)]
-        now += per_micro_batch * last.get(kind, 0)
+        now += per_micro_batch * change.get(kind, 0)
         curve += [(stop, now + extra), (stop, now)]
     return curve
 

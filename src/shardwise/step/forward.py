@@ -70,7 +70,11 @@ class Forward:
         return loss if self.metrics is None else loss.with_extras(self.metrics.as_extras(output, batch))
 
     def __call__(self, part: Share) -> Loss:
-        """Returns the loss that this rank contributes for a part (a stand-in contributes nothing)."""
+        """Returns this rank's loss on its share of a micro-batch.
+
+        A rank without samples runs one of another rank (`count` is 0), so that it takes part in collectives: its loss
+        counts nothing.
+        """
         batch = self.to_device(part.batch)
         return self.loss_of(self._output(batch), batch, part)
 

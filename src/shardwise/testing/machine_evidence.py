@@ -240,7 +240,10 @@ def _forecast(pool: RankPool, ranks: int) -> EvidenceRow:
 
 
 def collectives_of_sizes(reference: float | None) -> list[tuple[str, int, int, float]]:
-    """Returns rows (op, ranks, bytes, microseconds) of each collective at `SIZES`. Collective."""
+    """Returns rows (op, ranks, bytes, microseconds) of each collective at `SIZES`. Collective.
+
+    reference  microseconds of the fixed work (measure.Pace) to whose pace the times are brought; None: as measured
+    """
     ranks = dist.get_world_size()
     axis = Axis("world", ranks, dist.get_rank(), dist.group.WORLD, tuple(range(ranks)))
     pace = Pace(current_device(), reference)

@@ -33,13 +33,15 @@ class _Small:
 def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether each element of the results depends on that element of the (broadcast) inputs alone."""
     schema = func._schema
-    drawn = is_random(func)
-    if schema.is_mutable or drawn or any(result.alias_info is not None for result in schema.returns):
+    # what writes, draws or gives a view of its input has rules of its own, and is not tried on other values
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    if schema.is_mutable or is_random(func) or aliases:
         return False
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     ndim = max((tensor.dim() for tensor in tensors), default=0)
-    if not ndim or not fit(tensors):  # nor may a kernel that checks no shapes be tried on other ones
+    # numbers alone have no dim to try along; some kernels check no shapes, and would read beyond a trial's tensors
+    if not ndim or not fit(tensors):
         return False
     small = [_Small(_sizes(leaf, ndim), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     try:

@@ -286,7 +286,10 @@ class Flow:
         return numbers
 
     def times(self, made: OwnCall, moment: int) -> int:
-        """Returns how often a forward's own code has called the function that made a tensor, up to a moment."""
+        """Returns how many calls of the line of code that made a tensor have returned before event `moment`.
+
+        Stages compare it with what they count as they run, to see a forward that takes another way.
+        """
         return bisect.bisect_left(self._exits.get((made.whose.path, made.whose.place, made.place[:3]), []), moment)
 
     @cached_property

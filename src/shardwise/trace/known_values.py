@@ -279,10 +279,10 @@ class Values(TorchDispatchMode):
         index = out[place] if isinstance(out, tuple | list) and len(out) > place else out
         if not isinstance(index, FakeTensor) or index.dtype != torch.int64 or index.numel() > MOST:
             return
-        # the place of `dim` among the arguments; argmax without one chooses from all elements, and is left
-        named = {"topk": 2, "sort": 1, "argsort": 1}.get(packet.__name__, 1)
-        dim = kwargs.get("dim", args[named] if len(args) > named else (-1 if packet is not _ATEN.argmax else None))
-        if not isinstance(dim, int) or isinstance(dim, bool):
+        # the place of `dim` among the arguments; max and argmax without one choose from all elements, and are left
+        place_of_dim, last = (2 if packet is _ATEN.topk else 1), None if packet in (_ATEN.max, _ATEN.argmax) else -1
+        dim = kwargs.get("dim", args[place_of_dim] if len(args) > place_of_dim else last)
+        if not isinstance(dim, int) or isinstance(dim, bool):  # a bool: `descending`, of sort's other signature
             return
         scores = args[0]
         keeps = index.dim() == scores.dim()  # else `dim` is gone, as of argmax without keepdim

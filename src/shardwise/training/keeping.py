@@ -338,7 +338,7 @@ class Keeper:
             self._failed(error, final)
 
     def _failed(self, error: RunError, final: bool = False) -> None:
-        """Tell of a failed save by a notice; raises at the second in a row, or a final one."""
+        """Tell of a failed save by a notice; raise at the second in a row or a final one, unless weights are safe."""
         self._failures += 1
         # every step is done and the weights are written: a last checkpoint that fails is no failure of the run
         if self._weights is not None:

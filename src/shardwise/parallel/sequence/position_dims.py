@@ -33,8 +33,10 @@ def candidates(
     """
     proposals = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
     for dims, said in proposals:
+        # which of several dims of the size holds positions is not known: such a tensor stays whole
         cuts = tuple(((along[0], axes),) if len(along) == 1 else () for along in dims)
-        half = _shortened(batch, dims) if named is None else None  # whose positions are known
+        # dims that the task names are not tried on a shorter batch
+        half = _shortened(batch, dims) if named is None else None
         yield Candidate(Positions(cuts, names, "sequence", least), said, half)
 
 

@@ -116,9 +116,10 @@ def _all_or_none(ranges: list[Ranges | None]) -> list[Ranges] | None:
 
 @lru_cache(REMEMBERED)
 def _widened(owners: Owners, along: Sliding, more: int) -> Ranges | None:
-    """Returns each rank's outputs (start, stop), with those around them that `more` convolutions alike read.
+    """Returns each rank's outputs (start, stop), with those around them that `more` further convolutions like it read.
 
-    None where a tile is empty, before or after, or tiles do not lie in the order of the ranks.
+    None where a tile is empty, before or after, tiles do not lie in the order of the ranks, or padding is wider than
+    the kernel.
     """
     after = reads(owners, along).owners
     front, behind = more * along.before, more * (along.extent - 1 - along.before)

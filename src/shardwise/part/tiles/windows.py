@@ -104,7 +104,7 @@ def _outer_along(tensor: torch.Tensor, cut: CutDim) -> list[Axis]:
 
 
 def _placed(local: torch.Tensor, cut: CutDim) -> torch.Tensor:
-    """Returns, differentiably, the tensor cut in one more way of which `local` is a share."""
+    """Returns, differentiably, the tensor of which `local` is this rank's share over `cut.axis`; adjoint: `_taken`."""
     make, beside = partial(Part, dim=cut.dim, owners=cut.owners, axis=cut.axis), _outer_along(local, cut)
     return linear(local, partial(_inserted, axis=cut.axis, make=make), partial(_taken, cut=cut, beside=beside))
 

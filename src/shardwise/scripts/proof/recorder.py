@@ -177,7 +177,10 @@ class ScriptRecorder:
         return len(self.models) - 1
 
     def raise_eps(self, optimizer: Optimizer) -> None:
-        """Raise an optimizer's eps to the least of a proof; again where a state that was loaded has brought it back."""
+        """Raise the eps of each group to at least `LEAST_EPS`, and record the smallest that was raised.
+
+        Again after a state was loaded, which brings the user's back.
+        """
         raised = [*raise_eps(optimizer), *filter(None, [self.record.raised_eps])]
         self.record.raised_eps = min(raised, default=0.0)
 
