@@ -31,6 +31,7 @@ from shardwise.proof.oracle import run_oracle
 from shardwise.proof.rank import run_rank
 from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
+from shardwise.step import normalise
 from shardwise.task_names import resolve_task
 from shardwise.testing import mock_device
 
@@ -73,13 +74,16 @@ def both(name: str, plan: str, own_backend: bool = True) -> Found:
     device = mock_device.install()
     if own_backend and dist.get_world_size() > 1:
         mock_device.join_group()
-    # both take the operations of which attention is composed: kernels of the CPU alone round in another order
+    # both take the operations of which attention is composed, and one norm of each gradient: kernels of the CPU alone,
+    # and norms by runs, which a CPU needs, round in another order
     torch.backends.cuda.enable_flash_sdp(False)
     kernel_for, block_attention.kernel_for = block_attention.kernel_for, lambda *_: None
+    by_runs, normalise._norms_of_runs = normalise._norms_of_runs, lambda gradient: [gradient.norm().reshape(1)]
     try:
         here, there = steps_on("cpu", name, plan), steps_on(str(device), name, plan)
     finally:
         block_attention.kernel_for = kernel_for
+        normalise._norms_of_runs = by_runs
         torch.backends.cuda.enable_flash_sdp(True)
     assert here[1].keys() == there[1].keys()
     differing = [key for key, value in here[1].items() if not torch.equal(value, there[1][key])]

@@ -159,10 +159,14 @@ class RankRecord:
         self._ring_of: list[int] = []
         self._lock = threading.Lock()
         now = time.monotonic()
-        _D.pack_into(self.memory, _AT["beat"], now)
-        _D.pack_into(self.memory, _AT["moved"], now)
+        self._write(_AT["beat"], _D.pack(now))
+        self._write(_AT["moved"], _D.pack(now))
         self.phase("start", -1)
-        struct.pack_into("<qiii", self.memory, 0, os.getpid(), rank, world, RUNNING)
+        self._write(0, struct.pack("<qiii", os.getpid(), rank, world, RUNNING))
+
+    def _write(self, at: int, data: bytes) -> None:
+        """Write into the record as a copy of bytes: `Struct.pack_into` writes zeros first, which a reader would see."""
+        self.memory[at : at + len(data)] = data
 
     def text(self, value: str) -> int:
         """Returns the number under which the record holds a text; 0 where the record is full."""
@@ -173,8 +177,7 @@ class RankRecord:
                 if self._used + 4 + len(data) > STRING_BYTES:
                     return 0
                 at, start = self._used, _STRINGS_AT + self._used
-                _I.pack_into(self.memory, start, len(data))
-                self.memory[start + 4 : start + 4 + len(data)] = data
+                self._write(start, _I.pack(len(data)) + data)
                 self._used += 4 + len(data)
                 self._strings[value] = at
         return at
@@ -188,8 +191,8 @@ class RankRecord:
             if self._groups == MOST_GROUPS or ring >= MOST_RINGS:
                 return -1
             number, self._groups = self._groups, self._groups + 1
-        _GROUP.pack_into(self.memory, _GROUPS_AT + number * _GROUP.size, self.text(key), ring, 0)
-        _I.pack_into(self.memory, _AT["groups"], self._groups)
+        self._write(_GROUPS_AT + number * _GROUP.size, _GROUP.pack(self.text(key), ring, 0))
+        self._write(_AT["groups"], _I.pack(self._groups))
         self._issued.append(0)
         self._ring_of.append(ring)
         return number
@@ -200,29 +203,29 @@ class RankRecord:
         now, ring = time.monotonic(), self._ring_of[group]
         if ring >= 0:
             at = _RINGS_AT + (ring * RING + number % RING) * _ENTRY.size
-            _Q.pack_into(self.memory, at, 0)  # what is read meanwhile is neither the old one nor the new
-            _REST.pack_into(self.memory, at + 8, now, elements, shape, tag, place, dtype, op)
-            _Q.pack_into(self.memory, at, number)
+            self._write(at, _Q.pack(0))  # what is read meanwhile is neither the old one nor the new
+            self._write(at + 8, _REST.pack(now, elements, shape, tag, place, dtype, op))
+            self._write(at, _Q.pack(number))
         self._issued[group] = number
-        _Q.pack_into(self.memory, _GROUPS_AT + group * _GROUP.size + 8, number)
+        self._write(_GROUPS_AT + group * _GROUP.size + 8, _Q.pack(number))
         self.moved(now)
         return number
 
     def moved(self, now: float | None = None) -> None:
         """Note progress: the rank is not hanging."""
         self.events += 1
-        _MOVED.pack_into(self.memory, _MOVED_AT, time.monotonic() if now is None else now, self.events)
+        self._write(_MOVED_AT, _MOVED.pack(time.monotonic() if now is None else now, self.events))
 
     def waits(self, group: int, number: int) -> None:
         """Note that the rank now does nothing but wait for this collective."""
         self._waits_since = time.monotonic()
-        _WAIT.pack_into(self.memory, _AT["waits"], self._waits_since, group, number)
+        self._write(_AT["waits"], _WAIT.pack(self._waits_since, group, number))
 
     def goes_on(self) -> None:
         """Note the end of a wait; `waited_s` is the seconds of all waits so far."""
         now = time.monotonic()
         self.waited_s += now - self._waits_since
-        _D.pack_into(self.memory, _AT["waits"], 0.0)
+        self._write(_AT["waits"], _D.pack(0.0))
         self.moved(now)
 
     def phase(self, name: str, step: int) -> None:
@@ -231,16 +234,16 @@ class RankRecord:
         own = now - self._phase_since - (self.waited_s - self._waited_before)
         self.own_s[self._phase] = self.own_s.get(self._phase, 0.0) + own
         self._phase, self._phase_since, self._waited_before = name, now, self.waited_s
-        _PHASE.pack_into(self.memory, _AT["phase"], self.text(name), now, step)
+        self._write(_AT["phase"], _PHASE.pack(self.text(name), now, step))
         self.moved(now)
 
     def beat(self) -> None:
         """Note that the interpreter runs; called about once a second by a thread."""
-        _D.pack_into(self.memory, _AT["beat"], time.monotonic())
+        self._write(_AT["beat"], _D.pack(time.monotonic()))
 
     def ended(self, well: bool) -> None:
         """Note that the rank's function has returned or raised."""
-        struct.pack_into("<i", self.memory, _STATE_AT, DONE if well else FAILED)
+        self._write(_STATE_AT, struct.pack("<i", DONE if well else FAILED))
 
 
 class Reader:
