@@ -10,8 +10,8 @@ share their samples and each compute a share of the positions. `shard`, over whi
 
     dp_shard=2,cp=2   ranks 0 1 2 3   data [0, 2], [1, 3]   cp [0, 1], [2, 3]   shard = gradients [0, 1, 2, 3]
 
-ep folds onto dp_shard: dp_shard=4,ep=2 -> ep [0, 1], [2, 3]; the ranks that hold the same experts are `expert_shard`
-[0, 2], [1, 3], and with dp_replicate `expert_data`.
+ep folds onto `shard`: dp_shard=4,ep=2, and dp_shard=2,cp=2,ep=2 -> ep [0, 1], [2, 3]; the ranks that hold the same
+experts are `expert_shard` [0, 2], [1, 3], and with dp_replicate `expert_data`.
 """
 
 from __future__ import annotations
@@ -179,12 +179,13 @@ def _experts(plan: Plan, grid: Grid, rank: int, shard: Axis, data: Axis) -> tupl
     """Returns the axes (ep, ranks with the same experts in dp_shard and inner axes, the same over all replicas)."""
     if plan.ep == 1:
         return Axis.alone("ep", rank), shard, data
-    samples = ("dp_replicate", "dp_shard")
-    every = (*samples, *INNER)
+    every = ("dp_replicate", "dp_shard", *INNER)
     return (
-        _grouped("ep", plan, grid, rank, samples, lambda at: (at["dp_replicate"], at["dp_shard"] // plan.ep)),
-        _grouped("expert_shard", plan, grid, rank, every, lambda at: (at["dp_replicate"], at["dp_shard"] % plan.ep)),
-        _grouped("expert_data", plan, grid, rank, every, lambda at: (at["dp_shard"] % plan.ep,)),
+        _grouped("ep", plan, grid, rank, every, lambda at: (at["dp_replicate"], grid.shard_index(at) // plan.ep)),
+        _grouped(
+            "expert_shard", plan, grid, rank, every, lambda at: (at["dp_replicate"], grid.shard_index(at) % plan.ep)
+        ),
+        _grouped("expert_data", plan, grid, rank, every, lambda at: (grid.shard_index(at) % plan.ep,)),
     )
 
 

@@ -463,6 +463,10 @@ EXPERTS = ["dp_shard=2,ep=2,zero=1", "dp_shard=2,ep=2,pp=2,zero=2", "dp_shard=2,
 BY_ITS_ROUTER = ("moe", "tp=2,dp_shard=2,ep=2,remat=full")
 # a batch that is dealt unevenly over micro-batches, so that a rank's neighbours in ep have more in one than in another
 UNEVEN = ["dp_shard=2,ep=2,zero=1,accumulate=2", "tp=2,dp_shard=2,ep=2,zero=1,remat=full,accumulate=3"]
+OVER_POSITIONS = [
+    "cp=2,dp_shard=2,ep=2", "cp=2,dp_shard=2,ep=4,zero=2", "cp_ulysses=2,ep=2,remat=full", "cp=4,ep=2,zero=1",
+    "cp=2,ep=2,accumulate=2", "cp=2,tp=2,ep=2", "cp=2,dp_shard=2,ep=2,zero=3",
+]  # fmt: skip
 DEALT = [f"{plan}{more}" for plan in ("dp_shard=2,ep=2", "dp_shard=2,ep=2,zero=1", "dp_shard=4,ep=2,zero=1",
          "dp_shard=4,ep=2,zero=2", "dp_shard=4,ep=2,zero=3", "pp=2,dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2,zero=2",
          "tp=2,dp_shard=2,ep=2") for more in EACH]  # fmt: skip
@@ -492,6 +496,8 @@ def test_memory_of_dealt_experts_is_within_two_percent_of_all_ranks(name: str, p
     ("name", "plans"),
     [
         pytest.param("hf_mixtral", UNEVEN[:1], id="hf_mixtral"),
+        pytest.param("sequence_tasks:routed", ["cp=2,ep=2,zero=1"], id="routed"),
+        pytest.param("sequence_tasks:routed", OVER_POSITIONS, id="routed-all", marks=pytest.mark.long),
         *(
             pytest.param(name, [*EXPERTS, *UNEVEN, *DEALT], id=f"{name}-all", marks=pytest.mark.long)
             for name in ("hf_mixtral", "hf_qwen2_moe", "moe", "moe_shared")

@@ -44,7 +44,7 @@ def _with_three_heads(plans: list[str]) -> list[str]:
         pytest.param("gpt2", _with_three_heads(CHUNKED), id="gpt2-chunks", marks=LONG),
         pytest.param("vit", ["cp=2,zero=2,accumulate=2"], id="born-inside"),
         pytest.param("sequence_tasks:decoder", ["cp=2,pp=2", "cp=2,tp=2,sp=true"], id="decoder-cut", marks=LONG),
-        pytest.param("sequence_tasks:routed", ["cp=2", "cp=2,dp_shard=2,ep=2"], id="routed", marks=LONG),
+        pytest.param("sequence_tasks:routed", ["cp=2"], id="routed", marks=LONG),
         *(
             pytest.param(f"sequence_tasks:{name}", plans, id=f"{name}-{plans[0]}-all", marks=LONG)
             for name in ("decoder", "grouped", "windowed", "encoder", "written", "pooled")

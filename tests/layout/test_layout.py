@@ -381,7 +381,7 @@ TRIGGERS: dict[str, list[str]] = {
     "position_chunks with pp": ["position_chunks=2,pp=2"],
     "domain with cp or cp_ulysses": ["domain=2,cp=2", "domain=2x2,cp_ulysses=2"],
     "domain with sp": ["domain=2,tp=2,sp=true"],
-    "ep that does not divide dp_shard": ["ep=2", "dp_shard=4,ep=3"],
+    "ep that does not divide dp_shard * cp * cp_ulysses": ["ep=2", "dp_shard=4,ep=3", "cp=2,ep=4", "tp=2,ep=2"],
     "deterministic with tp, pp, cp, cp_ulysses, domain or ep": [
         f"{axes},deterministic=true" for axes in ("tp=2", "pp=2", "cp=2", "domain=2", "dp_shard=2,ep=2")
     ],
@@ -410,7 +410,7 @@ ACCEPTED = [
     "domain=2x2,compile=true",
     "tp=2,sp=true,compile=true,remat=full", "dp_shard=2,ep=2,compile=true", "pp=2,dp_shard=2,ep=2,compile=true",
     "pp=2", "pp=4,schedule=zbv", "pp=2,stages=head", "pp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2,schedule=zbh2",
-    "pp=2,dp_shard=2,ep=2,schedule=zbh1,zero=1", "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true",
+    "pp=2,dp_shard=2,ep=2,schedule=zbh1,zero=1", "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true", "cp=2,ep=2",
     "cp=2", "cp_ulysses=2,tp=2,sp=true", "cp=2,zero=3", "cp=2,cp_ulysses=2,dp_shard=2,zero=1", "cp=2,remat=full",
     "cp=2,zero=3,remat=full,position_chunks=8",
     "pp=3,schedule=interleaved1f1b,remat=full", "pp=2,dp_shard=2,schedule=interleaved1f1b",

@@ -342,10 +342,14 @@ PLANS = (
     "dp_shard=2,cp=2,zero=2", "dp_replicate=2,cp_ulysses=2,accumulate=2", "cp_ulysses=2,zero=1,remat=full",
     "cp=2,tp=2,sp=true,dp_replicate=2", "cp=4", "cp=2,pp=2", "cp_ulysses=2,pp=2,microbatches=4,schedule=zbh1",
     "cp=2,pp=2,zero=2,remat=full,microbatches=2", "cp=2,dp_shard=2,ep=2", "cp_ulysses=2,dp_shard=2,ep=2,zero=3",
+    "cp=2,ep=2", "cp=2,dp_shard=2,ep=4,zero=2", "cp_ulysses=2,cp=2,ep=4,zero=1", "cp=2,tp=2,ep=2",
 )  # fmt: skip
 TASKS = ("position_wise", "decoder", "grouped", "one_key_head", "written", "windowed", "encoder", "pooled", "routed")
 # on every commit left to others of the walk: cp=2,tp=2 beside dp_replicate=2,cp_ulysses=2; cp=3; ep beside cp_ulysses
-LONG = ("cp=2,tp=2,sp=true,dp_replicate=2", "cp=4", "cp=2,dp_shard=2,ep=2")
+LONG = (
+    "cp=2,tp=2,sp=true,dp_replicate=2", "cp=4", "cp=2,dp_shard=2,ep=2", "cp=2,dp_shard=2,ep=4,zero=2",
+    "cp_ulysses=2,cp=2,ep=4,zero=1", "cp=2,tp=2,ep=2",
+)  # fmt: skip
 
 
 def _walk() -> list[tuple[str, str]]:

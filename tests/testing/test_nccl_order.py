@@ -206,6 +206,7 @@ MORE = [
         ("decoder", "pp=2,schedule=zbh1,microbatches=4,dp_shard=2,zero=1"),
         ("moe", "dp_shard=2,ep=2,tp=2"), ("moe", "dp_shard=4,ep=2,zero=2"), ("unet_batchnorm", "dp_replicate=4"),
         ("sequence_tasks:windowed", "cp=4"), ("sequence_tasks:encoder", "cp=2,tp=2"),
+        ("sequence_tasks:routed", "cp=4,ep=2,zero=1"),
         ("sequence_tasks:grouped", "cp_ulysses=2,dp_shard=2"), ("sequence_tasks:decoder", "cp=2,cp_ulysses=2"),
         ("sequence_tasks:decoder", "cp=2,pp=2,microbatches=2"), ("sequence_tasks:decoder", "dp_shard=2,cp=2,tp=2"),
         ("moe", "dp_replicate=2,dp_shard=2,ep=2"), ("domain_tasks:unet_batch", "domain=4"),

@@ -39,7 +39,7 @@ def communicators(plan: Plan) -> tuple[str, ...]:
         if len(sizes) > 1 and math.prod(sizes) < plan.world_size:
             made.append(name)
     if plan.ep > 1:
-        shards = degrees["dp_shard"] // plan.ep * math.prod(degrees[axis] for axis in inner)
+        shards = degrees["dp_shard"] * math.prod(degrees[axis] for axis in inner) // plan.ep
         made += ["ep", *(["expert_shard"] if shards > 1 else [])]
         made += ["expert_data"] if degrees["dp_replicate"] > 1 else []  # else the same ranks, and nothing sent
     return tuple(made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.plan import Plan
 from shardwise.layout.rules import check
@@ -11,7 +13,7 @@ def smaller(plan: Plan, ranks: int) -> Plan:
     """Returns the plan on at most this many ranks: as many as can be used, with dp_shard kept where it can be.
 
     Samples, their order and the micro-batches stay the same, and so does what is trained, up to rounding. Raises
-    `RefusedPlan` where the degrees that cannot shrink (tp, pp, cp, domain, and ep within dp_shard) need more.
+    `RefusedPlan` where the degrees that cannot shrink (tp, pp, cp, domain, and ep within dp_shard and cp) need more.
     """
     candidates: list[tuple[int, int, Plan]] = []
     for replicate in range(1, plan.dp_replicate + 1):
@@ -24,9 +26,11 @@ def smaller(plan: Plan, ranks: int) -> Plan:
             if candidate.world_size <= ranks:
                 candidates.append((candidate.world_size, shard, candidate))
     if not candidates:
+        # dp_shard's least multiple with which ep divides the ranks of dp_shard and those that cut positions
+        least = plan.ep // math.gcd(plan.ep, plan.cut_positions)
         fixed = plan.world_size // plan.data_ranks
         raise RefusedPlan(
             f"plan {plan} cannot go on with {ranks} rank(s): its degrees beside dp_replicate and dp_shard need "
-            f"{fixed * plan.ep} by themselves, and weights that are cut over them cannot be cut over fewer in a run"
+            f"{fixed * least} by themselves, and weights that are cut over them cannot be cut over fewer in a run"
         )
     return max(candidates, key=lambda row: row[:2])[2]  # most ranks; of those, most shards: the least memory on each

@@ -56,6 +56,14 @@ class Grid:
             rank = rank * degree + coordinates.get(axis, 0)
         return rank
 
+    def shard_index(self, coordinates: dict[str, int]) -> int:
+        """Returns the place of these coordinates among the ranks of dp_shard and the axes that cut positions."""
+        index = 0
+        for axis, degree in zip(AXES, self.shape, strict=True):
+            if axis == "dp_shard" or axis in INNER:
+                index = index * degree + coordinates[axis]
+        return index
+
     def group(self, rank: int, axes: tuple[str, ...]) -> list[int]:
         """Returns the ranks that differ from `rank` on `axes` alone, `rank` among them, in rank order."""
         mine = self.coordinates(rank)
@@ -69,17 +77,17 @@ def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]
     grid = Grid(plan)
     ranks = range(math.prod(grid.shape))
     rows = [{"rank": r, "node": r // devices, "device": r % devices, **grid.coordinates(r)} for r in ranks]
-    if plan.ep > 1:  # no axis of its own: neighbours on dp_shard
-        rows = [{**row, "ep": row["dp_shard"] % plan.ep} for row in rows]
+    if plan.ep > 1:  # no axis of its own: neighbours on dp_shard and the axes that cut positions
+        rows = [{**row, "ep": grid.shard_index(row) % plan.ep} for row in rows]
     leaving, stride = [], 1
     for axis, degree in zip(reversed(AXES), reversed(grid.shape), strict=True):
         # a group of the axis: `degree` ranks, `stride` apart
         spans = stride * (degree - 1) + 1
         if degree > 1 and (spans > devices or (devices % (stride * degree) and len(ranks) > devices)):
             leaving.append(axis)
-        # ranks of ep are neighbours on dp_shard, with its stride
-        spans = stride * (plan.ep - 1) + 1
-        if axis == "dp_shard" and (spans > devices or (devices % (stride * plan.ep) and len(ranks) > devices)):
-            leaving += ["ep"] if plan.ep > 1 else []
+        if axis == "tp" and plan.ep > 1:  # whose ranks alone lie between neighbours of ep
+            spans = degree * (plan.ep - 1) + 1
+            if spans > devices or (devices % (degree * plan.ep) and len(ranks) > devices):
+                leaving.append("ep")
         stride *= degree
     return rows, leaving

@@ -66,7 +66,7 @@ class Plan:
     cp_ulysses: int = key(
         1, "ranks over which a sequence is cut, with attention by heads; inside each rank of cp", degree=True
     )
-    ep: int = key(1, "ranks of dp_shard among which routed experts are dealt; divides dp_shard", degree=True)
+    ep: int = key(1, "ranks among which routed experts are dealt; divides dp_shard * cp * cp_ulysses", degree=True)
     domain: tuple[int, ...] = key((1,), "tiles along each dim of space, such as 2x3")
     precision: str = key("fp32", " | ".join(PRECISIONS), choices=tuple(PRECISIONS))
     reduce_dtype: str = key(

@@ -211,10 +211,11 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.compile and (p.tp > 1 or p.cut_positions > 1) and p.ep > 1,
     ),
     Rule(
-        "ep that does not divide dp_shard",
+        "ep that does not divide dp_shard * cp * cp_ulysses",
         "illegal",
-        "ranks of ep are ranks of dp_shard, which exchange the tokens of their samples: give dp_shard a multiple of ep",
-        lambda p: p.dp_shard % p.ep != 0,
+        "ranks of ep exchange the tokens that each has of its own, and ranks of dp_shard, cp and cp_ulysses have some: "
+        "give these a multiple of ep (tp cuts each expert, so tp=2 with half of ep has as much on a rank)",
+        lambda p: p.dp_shard * p.cut_positions % p.ep != 0,
     ),
     Rule(
         "domain_depth with domain_overlap = always",

@@ -71,7 +71,7 @@ TECHNIQUES = (
         "links are slow, and the batch gives several micro-batches for each stage",
     ),
     Technique(
-        "experts", "expert", "dp_shard=8,zero=1,ep=8", "routed experts over ranks of dp_shard",
+        "experts", "expert", "dp_shard=8,zero=1,ep=8", "routed experts over ranks of dp_shard and cp",
         "tokens, all-to-all to their experts and back, in each routed layer", "routed experts (found by trial)",
         "experts are most of the model",
     ),

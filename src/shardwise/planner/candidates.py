@@ -426,9 +426,9 @@ def _grid(written: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:
-    """Yields the layouts with ep over ranks of dp_shard, for each degree inside a node and up to `MOST_SHARES`."""
+    """Yields the layouts with ep over the ranks that shard, for each degree inside a node and up to `MOST_SHARES`."""
     asked = constraints.value("ep")
     for layout in layouts:
-        for degree in divisors(layout.shard):
+        for degree in divisors(layout.shard_ranks):
             if 1 < degree <= min(node, MOST_SHARES) and asked in (None, degree):
                 yield layout.with_(ep=degree)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shardwise.costs.layout import Layout
 from shardwise.layout.dealing import deal
 from shardwise.rehearsal.cut_module import ALIKE, Beside, Cuts
@@ -16,9 +18,13 @@ def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
 
 
 def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
-    """Returns (sizes of the micro-batches to rehearse on a data rank, sizes on its ep group in each of them)."""
-    place = data_rank % layout.ep
-    group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
+    """Returns (sizes of the micro-batches to rehearse on a data rank, sizes beside it in each of them).
+
+    Beside it are the data ranks that fill whole groups of ep, each with all ranks that cut its positions.
+    """
+    count = layout.ep // math.gcd(layout.ep, layout.cut_positions)
+    place = data_rank % count
+    group = [dealt(layout, batch, data_rank - place + other) for other in range(count)]
     chosen = _chosen(key, layout, place, group)
     sizes = (tuple(group[place][index] for index in chosen),)
     # without ep a rank receives no rows of other ranks' micro-batches
@@ -33,7 +39,7 @@ def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]])
     Where the first leaves gradients behind for those that follow, it and the fullest of these. Of micro-batches in
     which a rank has as many samples of its own, that is fuller in which the others of ep have more: their rows come.
 
-    group  samples of each micro-batch on each rank of ep; this rank is the one at `place`
+    group  samples of each micro-batch on each of the data ranks beside; this rank is the one at `place`
     """
     everything = range(len(group[place]))
 

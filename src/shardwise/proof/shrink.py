@@ -166,9 +166,10 @@ def _small_plan(plan: Plan, samples: int) -> Plan:
 def _of_ranks(plan: Plan, most: int) -> Plan:
     """Returns the plan with at most `most` data ranks on each axis, and the fewest of ep, pp and accumulate."""
     ep = next((n for n in range(MOST_RANKS, plan.ep + 1) if plan.ep % n == 0), plan.ep)
+    least = ep // math.gcd(ep, plan.cut_positions)  # of dp_shard, so that ep divides the ranks that shard
     small = plan.with_(
         dp_replicate=min(plan.dp_replicate, most),
-        dp_shard=ep * min(plan.dp_shard // plan.ep, most),
+        dp_shard=least * min(plan.dp_shard // least, most) if plan.dp_shard >= least else plan.dp_shard,
         ep=ep,
         accumulate=min(plan.accumulate, MOST_ACCUMULATE),
         zero=plan.zero,

@@ -125,8 +125,8 @@ def _thirds(plan: Plan) -> Iterator[Plan]:
     if 2 in plan.domain:
         at = plan.domain.index(2)
         changes.append({"domain": (*plan.domain[:at], 3, *plan.domain[at + 1 :])})
-    if plan.ep == 2 == plan.dp_shard:
-        changes.append({"dp_shard": 3, "ep": 3})
+    if plan.ep == 2:
+        changes += [{axis: 3, "ep": 3} for axis in ("dp_shard", *plan.along) if getattr(plan, axis) == 2]
     for change in changes:
         try:
             check(plan.with_(**change))

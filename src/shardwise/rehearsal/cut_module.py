@@ -60,7 +60,8 @@ ROUNDS = 2  # of micro-batches through the pipeline, after which no rank holds m
 LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth reading
 
 Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
-Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
+# a data rank's place among those that fill whole groups of ep; of each micro-batch, the samples of each of these
+Beside = tuple[int, tuple[tuple[int, ...], ...]]
 ALIKE: Beside = (0, ())  # all have as many
 MessageSpec = list[TensorSpec]  # of the tensors of a message
 
@@ -191,7 +192,8 @@ class Cuts:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
                        "stages": self.stages, "stages_per_rank": self.stages_per_rank}  # fmt: skip
         if self.shard_ranks * self.ep > 1:
-            values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "wrap": self.wrap}
+            least = self.ep // math.gcd(self.ep, self.cut_positions)
+            values |= {"dp_shard": max(self.shard, least), "zero": self.zero, "wrap": self.wrap}
         if self.host:
             values |= {"offload": "parameters", "zero": self.zero, "wrap": self.wrap}
         return Plan.from_dict(values)

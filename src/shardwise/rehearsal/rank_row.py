@@ -33,6 +33,7 @@ from shardwise.rehearsal.op_counts import Count
 from shardwise.rehearsal.peak_windows import PeakWindows
 from shardwise.rehearsal.rank_module import RankModule
 from shardwise.rehearsal.reduced_buckets import rehearsed_buckets
+from shardwise.rehearsal.routed_rows import RoutedRows
 from shardwise.rehearsal.step_trace import (
     Arrivals,
     ModulePath,
@@ -75,15 +76,17 @@ class Rehearsal:
         # an exchange beside operations is timed by how many of them have been done
         self.ledger.clock = lambda: len(self.count.trace.order)
         self.tensor = None if shares.derived is None else TensorParallel(shares.derived, axis)
-        place_in_ep, self.beside = beside
-        group = Axis("ep", shares.cuts.ep, place_in_ep, None, tuple(range(shares.cuts.ep)), rehearsal=self.ledger)
+        count = shares.schedule.microbatches * shares.cuts.rounds
+        self.sizes = [*sizes, *[sizes[-1]] * (count - len(sizes))]
+        self.batches = {n: fake_batch(self.fake, shares.looks.sample, n) for n in {*self.sizes}}
+        data_place, self.beside = beside
+        self.routed = RoutedRows.of(shares.cuts, data_place, place, shares.positions, self.batches[sizes[0]])
+        degree = shares.cuts.ep
+        group = Axis("ep", degree, self.routed.index, None, tuple(range(degree)), rehearsal=self.ledger)
         self.experts = ExpertParallel(shares.stacks, group)
         self.parts = RankModule(
             shares, self.fake, self.precision, self.tensor, self.experts, self.positions, self.inner
         )
-        count = shares.schedule.microbatches * shares.cuts.rounds
-        self.sizes = [*sizes, *[sizes[-1]] * (count - len(sizes))]
-        self.batches = {n: fake_batch(self.fake, shares.looks.sample, n) for n in {*self.sizes}}
         self.cut = shares.cut(pp)
         self.sent: list[torch.Tensor] = []  # messages that may be under way
         self.coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}  # messages of a round, as in the mail
@@ -168,7 +171,7 @@ class Rehearsal:
             row = telling(row, sizes, len(schedule.owner))
         for place, op in enumerate(row):
             size = sizes[op.microbatch]
-            self.ledger.loads = self._beside(turn * schedule.microbatches + op.microbatch)
+            self.ledger.loads = self._loads(turn * schedule.microbatches + op.microbatch)
             self.count.trace = StepTrace(self.trace.samples)
             if op.kind in "BW":
                 for technique in self.techniques:
@@ -192,9 +195,9 @@ class Rehearsal:
                 self.trace.gathers[op.kind, op.stage] = gathers
             self.ledger.clear()
 
-    def _beside(self, index: int) -> tuple[int, ...]:
-        """Returns the samples of a micro-batch on each rank of ep; () where all have as many."""
-        return self.beside[min(index, len(self.beside) - 1)] if self.beside else ()
+    def _loads(self, index: int) -> tuple[int, ...]:
+        """Returns the rows of a micro-batch on each rank of ep, in proportion; () where all have as many."""
+        return self.routed.loads(self.beside[min(index, len(self.beside) - 1)] if self.beside else ())
 
     def _play_forward(
         self,
@@ -420,7 +423,7 @@ def trace_of(
     """Returns the trace of one rank of a task under cuts. Raises `InputError` for a module that cannot be traced.
 
     sizes   samples of each micro-batch; the last holds for those that follow
-    beside  the rank's place in ep, and how many samples each rank there has
+    beside  the data rank's place among those that fill whole groups of ep, and how many samples each of these has
     place   along each axis that cuts positions
     """
     enclosed = shares.looks.enclosed.setdefault(shares.cuts.wrap, set())

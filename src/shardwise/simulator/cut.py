@@ -191,7 +191,8 @@ def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire)
 def groups_of(layout: Layout) -> dict[str, RankGroup]:
     """Returns {"tp", "ep", "data" and each axis of `layout.inner`: its group}, of size 1 where nothing is cut."""
     inner = layout.tp * layout.cut_positions
-    groups = {"tp": RankGroup(layout.tp, 1), "ep": RankGroup(layout.ep, inner), "data": RankGroup(layout.dp, inner)}
+    tp = layout.tp
+    groups = {"tp": RankGroup(tp, 1), "ep": RankGroup(layout.ep, tp), "data": RankGroup(layout.dp, inner)}
     stride = layout.tp
     for name, size in reversed(layout.inner):
         groups[name] = RankGroup(size, stride)

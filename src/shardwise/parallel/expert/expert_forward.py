@@ -9,14 +9,14 @@ Bytes on the wire, for a layer of T tokens on this rank and evenly used experts:
 Bytes at rest: 1/ep of the experts, of their gradients and of their optimizer state.
 Source: Lepikhin et al., "GShard" (2020), section 3.2; Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5.
 
-The axis folds onto dp_shard: ranks of `ep` have different samples, and so the gradients of an expert are sums over
-all of them already. They are reduced over the ranks that hold the same experts alone (`reduce`).
+The axis folds onto dp_shard and the axes that cut positions: ranks of `ep` have different tokens, and so the gradients
+of an expert are sums over all of them already. Only ranks that hold the same ones reduce them (`reduce`).
 
 The module's own forward computes the experts: it is called with the rows that arrived, their experts counted from
 this rank's first, and its stacked parameters are this rank's share. Which module that can be done to is tried, not
 recognised by name (`find`).
 
-Where the plan cuts positions too, a rank sends the rows of its share: ranks of `ep` have the same place in a sequence.
+Where the plan cuts positions too, a rank sends the rows of its share.
 Without `ep` such a module is given a rank's own rows (`compute_own_rows`), since what it does to a row needs no other.
 
 What this does not do: overlap the exchange with computation, or send a token once where two of its experts share a
