@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
+from shardwise.layout.offload import SUBGROUP_BYTES, SUBGROUPS
 
 CODED = {"bf16": 2.0, "8bit": 1 + 4 / 256}
 SPLIT = 2 + 1 / 8
-SUBGROUP_BYTES, SUBGROUPS = 64 << 20, 8  # as tiers/subgroups
 
 
 def resting(states: States, layout: Layout, coded: float | None = None) -> States:

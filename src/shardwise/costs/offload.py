@@ -26,11 +26,10 @@ from shardwise.cluster import Cluster, Figure
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
-from shardwise.layout.offload import TIERS, in_tier, placements, weights_on_host
+from shardwise.layout.offload import SUBGROUP_BYTES, TIERS, in_tier, placements, weights_on_host
 
 HOST_DEVICES = 8  # of one host at most, where no figure tells, also where a domain of links joins more (assumed)
 LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
-SUBGROUP_BYTES = 64 << 20  # what moves at once, unless one parameter has more (tiers/subgroups)
 # Of a host's memory, which its processor reads and writes for all its ranks, in 10^9 bytes a second (assumed: a fused
 # AdamW over 30 * 10^9 weights on a host of eight devices took 5.6 s, 28 bytes for each)
 HOST_GBPS = 150.0

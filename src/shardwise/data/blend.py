@@ -1,4 +1,4 @@
-"""`Blend`: several sources in given proportions, each with a position of its own.
+"""`Blend`: several sources in given proportions, each with a position of its own; proof/visited counts places again.
 
 Positions are dealt in blocks of 4096. In each block every source has its share of places (weights are rounded to
 1/4096), which places is a keyed permutation; a source's own samples are then taken in its own order:

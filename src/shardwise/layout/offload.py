@@ -19,6 +19,9 @@ from shardwise.layout.other_words import ours_of
 
 CLASSES = ("optimizer", "parameters", "gradients", "activations")
 TIERS = ("host", "disk")
+# of state moves at once, unless one parameter has more: large enough that a disk is at its full rate
+SUBGROUP_BYTES = 64 << 20
+SUBGROUPS = 8  # at least, where there are so many parameters: a small model goes the same way as a large one
 
 
 @dataclass(frozen=True)

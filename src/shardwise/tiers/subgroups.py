@@ -9,15 +9,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardwise.layout.offload import Placement
+from shardwise.layout.offload import SUBGROUP_BYTES, SUBGROUPS, Placement
 from shardwise.tiers.narrow import Codec, Halves
 from shardwise.tiers.resting import Resting
 
 PAGE = 4096  # bytes: O_DIRECT's unit for addresses, offsets and lengths on any disk of today
 BUFFERS = 3  # of a disk's sub-groups, in turn: one is read into, one is stepped on, one is written
 LINE = 64  # tensors begin at lines of a cache, as torch's own do
-SUBGROUP_BYTES = 64 << 20  # large enough that a disk is at its full rate
-SUBGROUPS = 8  # at least, where there are so many parameters: a small model goes the same way as a large one
 
 
 class Sized(Protocol):

@@ -1,4 +1,4 @@
-"""Send rows to the ranks that hold their experts, and back, by all-to-alls. What experts do with rows: find's trial.
+"""Send rows to the ranks that hold their experts, and back, by all-to-alls (all rows at once; overlap would lie here).
 
     rank 0   pairs by expert |e0 e1|e2 e3|  --counts, then rows-->  rank 0: e0, e1 of all   rank 1: e2, e3 of all
 

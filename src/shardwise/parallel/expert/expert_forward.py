@@ -19,8 +19,8 @@ recognised by name (`find`).
 Where the plan cuts positions too, a rank sends the rows of its share.
 Without `ep` such a module is given a rank's own rows (`compute_own_rows`), since what it does to a row needs no other.
 
-What this does not do: overlap the exchange with computation, or send a token once where two of its experts share a
-rank.
+What this does not do: overlap the exchange with computation (exchange), or send a token once where two of its experts
+share a rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run one forward on tensors without values, from which the cuts are derived."""
+"""Run one forward on tensors without values, and derive cuts from it; what stays whole (`tp_whole`): `find_cuts`."""
 
 from __future__ import annotations
 
