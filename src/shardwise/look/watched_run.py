@@ -160,7 +160,7 @@ def _shapes_of(kept: Any) -> list[torch.Size]:
     """Returns the shapes of the tensors in a value: in lists, dicts and objects of the user's own classes too."""
     if isinstance(kept, torch.Tensor):
         return [kept.shape]
-    below = list(kept.values()) if isinstance(kept, dict) else [*kept] if isinstance(kept, CONTAINERS) else []
+    below = list(kept.values()) if isinstance(kept, dict) else list(iter(kept)) if isinstance(kept, CONTAINERS) else []
     return [shape for item in (vars(kept).values() if is_own(kept) else below) for shape in _shapes_of(item)]
 
 
