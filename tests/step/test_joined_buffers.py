@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise import verify
+from shardwise.part.buffer_ways import ways
 from shardwise.ranks import RankPool
-from shardwise.step.joined_buffers import ways
 
 PLANS = ["dp_replicate=3", "dp_shard=2,zero=3,accumulate=2", "pp=2,dp_replicate=2,microbatches=2"]
 

@@ -24,9 +24,9 @@ from shardwise.look.one_process import Untried, needs_gradients
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
+from shardwise.part.buffer_ways import ways
 from shardwise.part.pairs import attributes_alone
 from shardwise.random import EACH_ITS_OWN, BatchDims, Drawn, GlobalRandom, Samples
-from shardwise.step.joined_buffers import ways
 from shardwise.step.loss import Loss
 from shardwise.step.task_metrics import METRICS
 from shardwise.trace.all_pairs import AllPairs, told_pairs

@@ -4,8 +4,8 @@
 
 Each data rank has a part of a micro-batch, so its forward leaves `b'_r` of that part. After every forward in training
 the ranks gather theirs, and each writes the same joined one. Which way of joining gives one process's is tried before
-the first step, not recognised (`ways`): rows that each expert was given, a centre of outputs that moves. The largest
-of parts is no way: of a few samples the last one's may be the largest too.
+the first step, not recognised (part/buffer_ways): rows that each expert was given, a centre of outputs that moves. The
+largest of parts is no way: of a few samples the last one's may be the largest too.
 
 Bytes on the wire: the buffers of all ranks, once a forward.
 
@@ -15,7 +15,7 @@ own, parallel/batchnorm; of others the look sees that losses do not add up), or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -24,43 +24,10 @@ from shardwise.comm import Axis, gather_rows
 from shardwise.host import put
 from shardwise.parallel.slots import Phase
 from shardwise.part import plain
+from shardwise.part.buffer_ways import WAYS, numbers
 from shardwise.part.levels import Distributed
 
 _TAG = "buffers"
-# (before (elements,), after each part's forward (p, elements), samples of each part (p, 1), 0 for none)
-_Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _of_parts(after: torch.Tensor, samples: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
-    """Returns `after` with `other` in the rows of parts without samples."""
-    return torch.where(samples > 0, after, other)
-
-
-WAYS: dict[str, _Way] = {
-    "added": lambda before, after, samples: before + (_of_parts(after, samples, before) - before).sum(0),
-    "fresh": lambda before, after, samples: _of_parts(after, samples, 0.0).sum(0),  # set anew, by a sum over samples
-    "mean": lambda before, after, samples: (_of_parts(after, samples, 0.0) * samples).sum(0) / samples.sum(),
-}
-
-
-def ways(
-    before: torch.Tensor, whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], bar: float
-) -> list[str]:
-    """Returns the names in `WAYS` by which what the parts' forwards left gives what the whole's did, to within `bar`.
-
-    sizes  samples of each part
-    """
-    if len({tensor.shape for tensor in (before, whole, *parts)}) > 1:
-        return []
-    old, new, *rows = (_numbers(tensor) for tensor in (before, whole, *parts))
-    samples = torch.tensor(sizes, dtype=new.dtype, device=new.device)[:, None]
-    least = bar * max([1.0, *new.abs().tolist()])
-    found = {name: way(old, torch.stack(rows), samples) for name, way in WAYS.items()}
-    return [name for name, value in found.items() if torch.allclose(value, new, rtol=0.0, atol=least)]
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return plain(tensor.detach()).reshape(-1).double()
 
 
 def install(module: nn.Module, joined: Mapping[str, str], axis: Axis, phase: Phase) -> None:
@@ -91,7 +58,7 @@ class _Joins:
             rows = [self._row(name, tensor) for name, tensor in buffers]
             table = gather_rows(torch.cat(rows), self._axis, _TAG)
             for (name, tensor), part in zip(buffers, table.split([len(row) for row in rows], 1), strict=True):
-                samples, before = part[:, :1], _numbers(self._before[name][2])
+                samples, before = part[:, :1], numbers(self._before[name][2])
                 new = WAYS[self._joined[name]](before, part[:, 1:], samples)
                 # no rank's forward wrote it: a stage that runs other modules, a branch that was not taken
                 tensor.copy_(torch.where(samples.sum() > 0, new, before).view(tensor.shape))
@@ -112,4 +79,4 @@ class _Joins:
         kept, version, _ = self._before[name]
         written = kept is not tensor or tensor._version != version
         samples = put([float(self._phase.samples if written else 0)], tensor.device)
-        return torch.cat([samples, _numbers(tensor)])
+        return torch.cat([samples, numbers(tensor)])

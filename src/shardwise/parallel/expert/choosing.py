@@ -6,14 +6,14 @@ rank's own rows, if on random values it shows
 
     f(x[rows]) = f(x)[rows]        along each dim but the last, for any half of the rows and any order
     the same where all rows are equal, and so choose the same (a capacity would drop some)
-    nothing kept from the call
+    nothing kept from the call but sums over rows in buffers (how many each expert was given), which ranks then add up
 
-What this does not do: modules that keep something of their rows (counts in a buffer), or give more than one tensor.
+What this does not do: modules that are given or give more than one tensor, or that draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.parallel.expert.expert_forward import ExpertCall
+from shardwise.part.buffer_ways import SUMS, ways
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.module_state import ModuleState
 from shardwise.trace.stand_in import standing_in
@@ -30,6 +31,7 @@ from shardwise.trace.stand_in import standing_in
 _BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _MOST = 2**24  # elements of the weights of a module that is tried
 _BAR = 1e-9
+_ALIKE = "alike"  # of a buffer that is the same whatever the rows are
 
 
 @dataclass(frozen=True)
@@ -81,31 +83,90 @@ class Choices(TorchDispatchMode):
         self._running.pop()
 
 
-def treats_rows_apart(child: nn.Module, chosen: Chosen, value: Callable[[str, torch.Tensor], torch.Tensor]) -> bool:
-    """Returns whether the module, with tensors `value(name, tensor)`, does to each row what depends on it alone."""
+def sums_of_rows(
+    child: nn.Module, chosen: Chosen, value: Callable[[str, torch.Tensor], torch.Tensor]
+) -> dict[str, str] | None:
+    """Returns {name of a buffer: way} of what a module, with tensors `value(name, tensor)`, adds up over its rows.
+
+    None where it does to a row what depends on others, or keeps anything else of them.
+    """
     if not 0 < sum(param.numel() for param in child.parameters()) <= _MOST:
-        return False
-    state, generator = ModuleState(child), torch.Generator().manual_seed(0)
+        return None
+    before, generator = ModuleState(child), torch.Generator().manual_seed(0)
     rows = torch.randn(chosen.shape, generator=generator, dtype=torch.float64)
-
-    def run(some: torch.Tensor) -> torch.Tensor:
-        args, kwargs = chosen.call.made(chosen.args, chosen.kwargs, some)
-        return child(*args, **kwargs)
-
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), standing_in(child, value):
+            run = _Run(child, chosen)
             together = run(rows)
-            apart = isinstance(together, torch.Tensor) and together.shape == rows.shape
-            apart = apart and all(_apart(run, rows, together, dim, generator) for dim in range(rows.dim() - 1))
-            return apart and not state.changed()
+            if not isinstance(together, torch.Tensor) or together.shape != rows.shape or run.keeps:
+                return None
+            apart = all(_apart(run, rows, together, dim, generator) for dim in range(rows.dim() - 1))
+            return _sums(run, rows) if apart else None
     except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):  # on other numbers of rows
-        return False
+        return None
     finally:
-        state.restore()
+        before.restore()
+
+
+class _Run:
+    """Runs a module on rows and puts it back as it was.
+
+    keeps  a run has changed other things than buffers
+    left   buffers as the last run has left them, by name
+    """
+
+    def __init__(self, child: nn.Module, chosen: Chosen):
+        self.child, self._chosen = child, chosen
+        self.keeps, self.left = False, dict[str, torch.Tensor]()
+
+    def __call__(self, rows: torch.Tensor, start: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Returns what the module makes of rows, from other buffers than its own where `start` has them."""
+        state = ModuleState(self.child)
+        tables = {id(child._buffers) for child in self.child.modules()}
+        try:
+            for name, buffer in (start or {}).items():
+                self.child.get_buffer(name).copy_(buffer)
+            args, kwargs = self._chosen.call.made(self._chosen.args, self._chosen.kwargs, rows)
+            made = self.child(*args, **kwargs)
+            self.keeps |= any(id(table) not in tables for table, _ in state.changed())
+            self.left = {name: buffer.clone() for name, buffer in self.child.named_buffers()}
+            return made
+        finally:
+            state.restore()
+
+    def all_left(
+        self, rows: Sequence[torch.Tensor], start: Mapping[str, torch.Tensor]
+    ) -> list[dict[str, torch.Tensor]]:
+        """Returns `left` of a run on each."""
+        lefts = []
+        for some in rows:
+            self(some, start)
+            lefts.append(self.left)
+        return lefts
+
+
+def _sums(run: _Run, rows: torch.Tensor) -> dict[str, str] | None:
+    """Returns the ways in which buffers add up over two parts of the rows, from two beginnings; None for others."""
+    parts = rows.tensor_split([rows.shape[-2] // 3], -2)
+    sizes = [part.shape[-2] for part in parts]
+    start, ways_by_name = {name: buffer.clone() for name, buffer in run.child.named_buffers()}, dict[str, list[str]]()
+    for _ in range(2):
+        whole, *apart = run.all_left([rows, *parts], start)
+        for name, after in whole.items():
+            each = [left[name] for left in apart]
+            fitting = ways(start[name], after, each, sizes, _BAR)
+            if all(torch.equal(one, after) for one in each):
+                fitting.insert(0, _ALIKE)
+            ways_by_name[name] = [way for way in ways_by_name.get(name, fitting) if way in fitting]
+        start = whole
+    chosen = {name: next(iter(fitting), None) for name, fitting in ways_by_name.items()}
+    if not {*chosen.values()} <= {_ALIKE, *SUMS}:
+        return None
+    return {name: way for name, way in chosen.items() if way is not None and way != _ALIKE}
 
 
 def _apart(
-    run: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, together: torch.Tensor, dim: int,
+    run: _Run, rows: torch.Tensor, together: torch.Tensor, dim: int,
     generator: torch.Generator,
 ) -> bool:  # fmt: skip
     """Returns whether parts of the rows along a dim, and equal rows, give what they give together."""

@@ -33,9 +33,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm import Axis, Gathering, Trail
+from shardwise.comm import Axis, Gathering, Trail, sum_over
 from shardwise.parallel.expert.exchange import of_own_rows, through_owners
 from shardwise.parallel.slots import ValueOf
+from shardwise.part.crossing import axes_of
 
 _END = "the end of the forward"
 _WHY = (
@@ -86,6 +87,7 @@ class Stack:
     names: tuple[str, ...]  # of parameters (E, ...)
     call: ExpertCall
     counters: tuple[str, ...] = ()  # attributes that must be the number of experts held here
+    sums: tuple[tuple[str, str], ...] = ()  # buffers that add up over rows, and the way (part.buffer_ways)
 
 
 @dataclass(frozen=True)
@@ -209,20 +211,35 @@ def compute_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> None:
 
 def _on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Callable[..., Any]]:
     children = {module.get_submodule(stack.path): stack for stack in stacks}
-    return {child: _of_own_rows(child.forward, stack) for child, stack in children.items()}
+    return {child: _of_own_rows(child, stack) for child, stack in children.items()}
 
 
-def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
-    """Returns a forward that runs `own` on this rank's rows of a call (`exchange.of_own_rows`)."""
+def _of_own_rows(child: nn.Module, stack: Stack) -> Callable[..., Any]:
+    """Returns a forward that runs the module's own on this rank's rows of a call (`exchange.of_own_rows`)."""
+    own = child.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(*values: torch.Tensor) -> Any:
             new_args, new_kwargs = stack.call.made(args, kwargs, *values)
             return own(*new_args, **new_kwargs)
 
-        return of_own_rows(compute, *stack.call.read(args, kwargs))
+        before = [(name, way, child.get_buffer(name).clone()) for name, way in stack.sums]
+        made = of_own_rows(compute, *stack.call.read(args, kwargs))
+        with torch.no_grad():
+            for name, way, buffer in before:
+                _add_up(child.get_buffer(name), way, buffer, axes_of(made))
+        return made
 
     return forward
+
+
+def _add_up(buffer: torch.Tensor, way: str, before: torch.Tensor, axes: Sequence[Axis]) -> None:
+    """Add what other ranks' rows have left in their buffers. `before`: this one, before the forward."""
+    begun = before if way == "added" else torch.zeros_like(before)
+    moved = buffer - begun
+    for axis in axes:
+        moved = sum_over(moved, axis, "buffers")
+    buffer.copy_(begun + moved)
 
 
 @contextmanager

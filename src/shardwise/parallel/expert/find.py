@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.expert.choosing import Choices, treats_rows_apart
+from shardwise.parallel.expert.choosing import Choices, sums_of_rows
 from shardwise.parallel.expert.expert_forward import ExpertCall, Stack, counting, other_forwards
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
@@ -91,8 +91,9 @@ def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any]
     tried = {stack.path for stack in stacks}
     for path, chosen in choices.calls.items():
         child = built.module.get_submodule(path)
-        if path and path not in tried and treats_rows_apart(child, chosen, _values_of(built, path)):
-            stacks.append(Stack(path, 0, (), chosen.call))
+        sums = None if not path or path in tried else sums_of_rows(child, chosen, _values_of(built, path))
+        if sums is not None:
+            stacks.append(Stack(path, 0, (), chosen.call, sums=tuple(sums.items())))
     return stacks
 
 
