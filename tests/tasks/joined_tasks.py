@@ -108,3 +108,67 @@ def sharpened() -> Task:
 
 def latest() -> Task:
     return _task(Latest)
+
+
+class Routed(nn.Module):
+    """A mixture over positions that routes within its own forward: rows by expert, counts read in Python.
+
+    most  rows that an expert takes; further ones are left out
+    """
+
+    def __init__(self, most: int | None = None):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.register_buffer("load", torch.zeros(EXPERTS))
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, WIDTH)
+        rows = x.reshape(-1, WIDTH)
+        weight, chosen = self.gate(rows).softmax(-1).topk(2, -1)
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        if self.training:
+            self.load += counts
+        given, parts = rows[by_expert // 2], []
+        for number, part in enumerate(given.split(counts.tolist())):
+            kept = part if self.most is None else part * (torch.arange(len(part)) < self.most)[:, None]
+            parts.append(kept @ self.weight[number])
+        made = torch.cat(parts) * weight.flatten()[by_expert, None]
+        return torch.zeros_like(rows).index_add(0, by_expert // 2, made).view_as(x)
+
+
+class Words(nn.Module):
+    """Causal attention and a mixture over positions, twice; a word at each position."""
+
+    def __init__(self, most: int | None = None):
+        super().__init__()
+        self.words = nn.Embedding(11, WIDTH)
+        self.attention = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.mixtures = nn.ModuleList(Routed(most) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for attention, mixture in zip(self.attention, self.mixtures, strict=True):
+            q, k, v = attention(x).unsqueeze(1).chunk(3, -1)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+            x = x + mixture(x)
+        return self.head(x)
+
+
+def _words(step: int) -> Tensor:
+    return torch.randint(0, 11, (5, 9), generator=torch.Generator().manual_seed(step))
+
+
+def _next(output: Tensor, words: Tensor) -> tuple[Tensor, int]:
+    loss = nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), words[:, 1:].flatten(), reduction="sum")
+    return loss, words[:, 1:].numel()
+
+
+def routed() -> Task:
+    return Task(model=Words, batch=_words, loss=_next)
+
+
+def routed_up_to() -> Task:
+    return Task(model=lambda: Words(most=12), batch=_words, loss=_next)
