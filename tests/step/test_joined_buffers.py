@@ -9,13 +9,13 @@ from shardwise import verify
 from shardwise.part.buffer_ways import ways
 from shardwise.ranks import RankPool
 
-PLANS = ["dp_replicate=3", "dp_shard=2,zero=3,accumulate=2", "pp=2,dp_replicate=2,microbatches=2"]
+PLANS = ["dp_replicate=3,accumulate=3", "dp_shard=2,zero=3,accumulate=2", "pp=2,dp_replicate=2,microbatches=2"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("task", ["counted", "set_anew", "centred"])
 def test_buffers_of_samples_are_joined(task: str, plan: str, pool: RankPool) -> None:
-    """Seven samples: ranks have unlike parts, and one of a micro-batch none. Loads move the choice of the next step."""
+    """Seven samples in three micro-batches on three ranks: one has none. Loads move the choice of the next step."""
     parity = verify(f"joined_tasks:{task}", plan, steps=3, pool=pool)
     assert parity.parity, parity.text()
 
