@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.errors import RefusedPlan
 from shardwise.look.added_up import added_up, against, bar_of, finite, number_apart
 from shardwise.look.in_float64 import Again
+from shardwise.look.kept_statistics import Values, differing, statistics_differ
 from shardwise.look.one_process import Untried, needs_gradients
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.parallel.batchnorm import batch_norm_modules
@@ -33,7 +34,6 @@ from shardwise.trace.all_pairs import AllPairs, told_pairs
 from shardwise.trace.without_gradient import HooksLeftOut
 
 T = TypeVar("T")
-Values = dict[str, torch.Tensor]  # by name
 
 
 @dataclass
@@ -216,9 +216,9 @@ class _Look:
                 calls_at_level = self.run(self.whole, level)[1], self.run(parts[1], level)[1]
                 self.findings.dims.learn(*calls_at_level, n, count)
                 self.drawn += [*calls_at_level[0], *calls_at_level[1]]
-        differ = _differ(changed_by_first, changed_by_second)
+        differ = differing(changed_by_first, changed_by_second)
         self._join(differ, left, (changed_by_first, changed_by_second))
-        self.problems += self.share(_statistics_differ([name for name in differ if name not in self.findings.joined]))
+        self.problems += self.share(statistics_differ([name for name in differ if name not in self.findings.joined]))
         return first, second, told_pairs(pairs, pairs_of_part)
 
     def _join(self, differ: list[str], left: Values, by_parts: tuple[Values, Values]) -> None:
@@ -430,28 +430,6 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
         f"{against(value, added)} in parts. A random tensor holds the samples in an order that cannot "
         "be followed (neither one by one nor all of them several times), or a generator of the module's own draws it; "
         f"draw tensors with a batch dim, or {EACH_ITS_OWN}"
-    ]
-
-
-def _differ(first: Values, second: Values) -> list[str]:
-    """Returns the names under which both have a tensor of one shape, of other values.
-
-    NaN is what a stage of a pipeline makes of what it was not sent.
-    """
-    return [
-        name
-        for name, value in first.items()
-        if name in second and value.shape == second[name].shape and not torch.equal(value, second[name])
-        if not (value.isnan() & second[name].isnan()).all()
-    ]
-
-
-def _statistics_differ(names: list[str]) -> list[str]:
-    listed = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return names and [
-        f"{listed} {'is' if len(names) == 1 else 'are'} computed from the samples of a micro-batch, by other means "
-        'than batch norm, so ranks would each keep statistics of their own: loss_scope="model" (of Task, of prepare) '
-        "has every rank run the model on all samples"
     ]
 
 
