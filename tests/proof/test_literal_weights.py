@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -53,6 +54,23 @@ def test_constants_are_those_of_the_constructor() -> None:
     assert differences(task, module) == [
         "'layers.1.weight' does not begin with the constant that its constructor gives it"
     ]
+
+
+class Placed(nn.Module):
+    """Begins with a one in a place of three that Python draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3)[random.randrange(3)])
+
+
+@torch.no_grad()
+def test_a_draw_of_few_values_is_no_constant() -> None:
+    task = Task(model=Placed, batch=torch.ones, loss=lambda output, batch: (output.sum(), 1))
+    module = Placed()
+    for place in range(3):
+        module.weight.copy_(torch.eye(3)[place])
+        assert not [text for text in differences(task, module) if "constant" in text]
 
 
 class Twice(nn.Module):

@@ -12,9 +12,12 @@ import remembering_tasks
 import torch
 
 from shardwise import parallelize
+from shardwise.look.unowned import not_trained
 from shardwise.memory.recompute import recompute_block
 from shardwise.ranks import RankPool
 from shardwise.trace.module_state import ModuleState, PassedState
+from shardwise.trace.outside_state import entries
+from shardwise.trace.remembered import contents
 
 
 def _state_after_look() -> tuple[int, float]:
@@ -119,6 +122,24 @@ def test_a_container_that_makes_something_new_at_each_access_is_not_changed_by_i
     assert not state.changed()
     state.restore()
     assert isinstance(module.table["gelu"], torch.nn.GELU)
+
+
+class Counts(tuple):
+    """Has no length of its own, as a list of representations that add up has none."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_container_that_refuses_its_length_is_gone_through() -> None:
+    module: Any = module_tasks.Counting()
+    module.kinds = Counts([torch.ones(2), [torch.ones(3, requires_grad=True)]])
+    module.kinds[1][0].grad = torch.ones(3)
+    assert entries(module.kinds) == 2 and len(contents(module.kinds)) == 2
+    assert "'kinds[1][0]' got a gradient" in not_trained(module)[0]
+    state = ModuleState(module)
+    assert not state.changed()
+    state.restore()
 
 
 class _Hooked(torch.nn.Module):

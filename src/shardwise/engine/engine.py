@@ -37,6 +37,7 @@ from shardwise.precision import Precision, met_at, told_met
 from shardwise.random import BatchDims, Randomness
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
+from shardwise.step import joined_buffers
 from shardwise.step import train_step as steps
 from shardwise.step.as_made import AsMade
 from shardwise.step.hooks import MakeContext, Part
@@ -151,6 +152,8 @@ def on_mesh(
     # After the look, in which each run has samples of its own.
     for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
         sync_module(module, state.mesh.data, state.phase)
+    if state.data_ranks > 1:
+        joined_buffers.install(state.module, findings.joined, state.mesh.data, state.phase)
     if randomness == "global":
         follow_draws(state, findings)
     elif state.staged is not None and state.staged.cut.shared_draws:

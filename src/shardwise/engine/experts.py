@@ -41,12 +41,13 @@ def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any)
 def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
     """Returns, on every rank, the stacks that `find()` returns on rank 0. Collective."""
     rows = of_first(  # as JSON, which keeps no classes and makes lists of tuples
-        lambda: [[s.path, s.experts, s.names, [s.call.rows, s.call.index, s.call.weight], s.counters] for s in find()],
+        lambda: [[s.path, s.experts, s.names, [s.call.rows, s.call.index, s.call.weight], s.counters, s.sums]
+                 for s in find()],
         mesh.world, mesh.device,
     )  # fmt: skip
     return [
-        Stack(path, experts, tuple(names), ExpertCall(*call), tuple(counters))
-        for path, experts, names, call, counters in rows
+        Stack(path, experts, tuple(names), ExpertCall(*call), tuple(counters), tuple(map(tuple, sums)))
+        for path, experts, names, call, counters, sums in rows
     ]
 
 

@@ -18,12 +18,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import RefusedPlan
-from shardwise.look.added_up import added_up, against, finite, number_apart
+from shardwise.look.added_up import added_up, against, bar_of, finite, number_apart
 from shardwise.look.in_float64 import Again
+from shardwise.look.kept_statistics import Values, differing, statistics_differ
 from shardwise.look.one_process import Untried, needs_gradients
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
+from shardwise.part.buffer_ways import ways
 from shardwise.part.pairs import attributes_alone
 from shardwise.random import EACH_ITS_OWN, BatchDims, Drawn, GlobalRandom, Samples
 from shardwise.step.loss import Loss
@@ -44,6 +46,7 @@ class Findings:
     written: list[str] = field(default_factory=list)  # parameters that the forward writes into, or gives other memory
     reentrant: bool = False  # checkpoints run their backward by themselves
     changed: list[str] = field(default_factory=list)  # buffers that it changes
+    joined: dict[str, str] = field(default_factory=dict)  # of these, made of samples: the way in which ranks join them
     read: list[str] = field(default_factory=list)  # buffers that its operations are given
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
     scores: bool = False  # attention has dropout
@@ -56,7 +59,7 @@ class Findings:
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
          masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
-         follows: bool = False, functions: Functions = ()) -> Findings:  # fmt: skip
+         follows: bool = False, functions: Functions = (), joins: bool = True) -> Findings:  # fmt: skip
     """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
     Without gradients; with them for a forward that takes some itself.
@@ -71,13 +74,14 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     staged   of a module that runs in pipeline stages: whether it takes gradients itself, since this rank's part may
              fail without them where others' do not
     functions  of the user's that `evaluate` calls beside the module
+    joins    ranks may join buffers after each forward (step/joined_buffers)
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
     def attempt() -> Findings:
         plainly = with_attributes_alone(module, evaluate)
         return _Look(
-            module, plainly, whole, parts, sizes, joined, dtype, strict, masks, share, again, follows, functions
+            module, plainly, whole, parts, sizes, joined, dtype, strict, masks, share, again, follows, functions, joins
         ).take()
 
     return gently(module, attempt, share=share, staged=staged)
@@ -143,10 +147,12 @@ class _Look:
     again: Again
     follows: bool
     functions: Functions
+    may_join: bool
 
     def __post_init__(self) -> None:
         self.findings, self.problems = Findings([], BatchDims()), list[str]()
         self.drawn: list[Drawn] = []  # by every run
+        self.joins: Values = {}  # of buffers that ranks join: what all samples leave
         self.seen = Seen(self.module)
         self.run = Runner(self.module, self.evaluate, self.seen, self.functions)
 
@@ -154,12 +160,12 @@ class _Look:
         """Returns the `Findings` of all runs. Raises `RefusedPlan` for problems where samples are split (`strict`)."""
         findings, seen = self.findings, self.seen
         with torch.random.fork_rng(devices=[]), seen.watching():
-            of_whole, calls, pairs = self._run_whole()
+            of_whole, calls, pairs, left = self._run_whole()
             self.problems += self.share(seen.problems())
             if self.parts is None:
                 findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
             elif not self.problems:
-                self._compare(of_whole, *self._run_parts(self.parts, calls, pairs), self.parts)
+                self._compare(of_whole, *self._run_parts(self.parts, calls, pairs, left), self.parts)
             findings.draws = self.share(list(dict.fromkeys(_draw_text(draw.path, draw.op) for draw in self.drawn)))
         if self.strict and self.parts is not None:
             # Collective: called by every rank, though a rank asks only where nothing else differs.
@@ -180,8 +186,8 @@ class _Look:
         """Whether `here` is true on any pipeline stage. Collective: stages that took other branches would not meet."""
         return bool(self.share(["here"] if here else []))
 
-    def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs]:
-        """Run all samples; returns (loss, random calls, watch of torch's calls that made all pairs of samples)."""
+    def _run_whole(self) -> tuple[Loss, list[Drawn], AllPairs, Values]:
+        """Run all samples; returns (loss, random calls, watch of calls that made all pairs, buffers afterwards)."""
         findings, seen = self.findings, self.seen
         findings.batch_norms = batch_norm_modules(self.module)
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -192,9 +198,11 @@ class _Look:
         self.drawn += calls
         # Code that calls batch norm as a function is no module of that class.
         findings.batch_norms += [norm for norm in seen.batch_norms if norm not in findings.batch_norms]
-        return of_whole, calls, pairs
+        return of_whole, calls, pairs, after
 
-    def _run_parts(self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs) -> tuple[Loss, Loss, str]:
+    def _run_parts(
+        self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs, left: Values
+    ) -> tuple[Loss, Loss, str]:
         """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "")."""
         n, _, count = self.sizes
         first, _, changed_by_first = self.run(parts[0])
@@ -208,8 +216,28 @@ class _Look:
                 calls_at_level = self.run(self.whole, level)[1], self.run(parts[1], level)[1]
                 self.findings.dims.learn(*calls_at_level, n, count)
                 self.drawn += [*calls_at_level[0], *calls_at_level[1]]
-        self.problems += self.share(_statistics_differ(changed_by_first, changed_by_second))
+        differ = differing(changed_by_first, changed_by_second)
+        self._join(differ, left, (changed_by_first, changed_by_second))
+        self.problems += self.share(statistics_differ([name for name in differ if name not in self.findings.joined]))
         return first, second, told_pairs(pairs, pairs_of_part)
+
+    def _join(self, differ: list[str], left: Values, by_parts: tuple[Values, Values]) -> None:
+        """Note by which ways what the parts' forwards left in buffers, joined, is what the whole's forward left.
+
+        Twice: from the module's buffers as they are, and from those that a first forward has left.
+        """
+        buffers, (_, *sizes), bar = dict(self.module.named_buffers()), self.sizes, bar_of(self.dtype)
+        names = [name for name in differ if name in buffers]
+        fits = {name: ways(buffers[name], left[name], [part[name] for part in by_parts], sizes, bar) for name in names}
+        fits = {name: fitting for name, fitting in fits.items() if fitting}
+        if not self.may_join or not self._anywhere(fits) or self.parts is None:
+            return
+        start = {name: left[name] for name in fits}
+        whole, *again = [self.run(batch, start=start)[2] for batch in (self.whole, *self.parts)]
+        for name, fitting in fits.items():
+            both = ways(start[name], whole[name], [part[name] for part in again], sizes, bar)
+            if way := next((way for way in fitting if way in both), ""):
+                self.findings.joined[name], self.joins[name] = way, left[name]
 
     def _compare(self, of_whole: Loss, first: Loss, second: Loss, all_pairs: str, parts: tuple[Any, Any]) -> None:
         """Compare the whole's loss with its parts', then second forwards and masks where these have found nothing."""
@@ -227,7 +255,7 @@ class _Look:
         if not self.problems and (left := self.share(seen.left)):
             # Of other shapes for other numbers of samples: it is kept for each sample.
             per_sample = seen.kept_shapes[0] != seen.kept_shapes[-1]
-            differs, read = _left_differs(self.run, left, of_whole, self.whole, parts, sizes, dtype)
+            differs, read = _left_differs(self.run, left, of_whole, self.whole, parts, sizes, dtype, self.joins)
             self.problems += self.share(differs)
             findings.keeps_samples = "".join(self.share(left[:1] if per_sample and read else [])[:1])
         if self.masks and self._anywhere(findings.dims.dims_by_op) and not self.problems:
@@ -328,9 +356,9 @@ def _of_a_metric(name: str, sums: str) -> str:
 
 
 def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
-                  sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], bool]:  # fmt: skip
+                  sizes: tuple[int, ...], dtype: torch.dtype, joins: Values) -> tuple[list[str], bool]:  # fmt: skip
     """Returns (problems of a second forward, which finds what a first one left; whether it reads that)."""
-    of_whole, first, second = run.second(whole), run.second(parts[0]), run.second(parts[1])
+    of_whole, first, second = (run.second(batch, joins) for batch in (whole, *parts))
     apart = number_apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
     # Bit by bit: the same samples give another loss only where the second forward uses what the first left.
     read = of_whole.numbers() != of_first.numbers()
@@ -402,20 +430,6 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
         f"{against(value, added)} in parts. A random tensor holds the samples in an order that cannot "
         "be followed (neither one by one nor all of them several times), or a generator of the module's own draws it; "
         f"draw tensors with a batch dim, or {EACH_ITS_OWN}"
-    ]
-
-
-def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    names = [
-        name
-        for name, value in first.items()
-        if name in second and value.shape == second[name].shape and not torch.equal(value, second[name])
-    ]
-    listed = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return names and [
-        f"{listed} {'is' if len(names) == 1 else 'are'} computed from the samples of a micro-batch, by other means "
-        'than batch norm, so ranks would each keep statistics of their own: loss_scope="model" (of Task, of prepare) '
-        "has every rank run the model on all samples"
     ]
 
 

@@ -43,6 +43,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     if state.same_samples and state.mesh.data.size > 1:
         state.notices.append(on_all_samples(state))
     findings = _look_at_few(state, sample, whole, share, masks=masks)
+    _refuse_dealt(state, findings)
     if findings.outside or findings.into_arguments:
         pass  # all is made anew
     elif task.batch is not None:
@@ -55,6 +56,16 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     state.notices += state.chunks.notices() if state.chunks is not None else []
     _follow_writes(state, findings)
     return findings
+
+
+def _refuse_dealt(state: RankState, findings: Findings) -> None:
+    """Raise for a buffer made of samples within experts that ep deals, whose rows on a rank are not its samples'."""
+    paths = [f"{stack.path}." for stack in state.experts.stacks] if state.experts is not None else []
+    if lost := [name for name in findings.joined if name.startswith(tuple(paths))]:
+        raise RefusedPlan(
+            f"'{lost[0]}' is made of the tokens of each expert, of which a rank of ep holds some: make it in the "
+            "module around, which chooses the experts, or leave ep out"
+        )
 
 
 def _on_all_ranks(state: RankState, problems: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.trace.outside_state import CONTAINERS, MOST, is_own
+from shardwise.trace.outside_state import CONTAINERS, MOST, entries, is_own
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _DEEP = 4  # containers and objects within each other
@@ -67,7 +67,7 @@ def _tensors(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple
         yield from ((f"{name}.{key}", param) for key, param in value.named_parameters())
     elif not deep or id(value) in seen:
         return
-    elif isinstance(value, CONTAINERS) and len(value) <= MOST:
+    elif isinstance(value, CONTAINERS) and entries(value) <= MOST:
         seen.add(id(value))
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _tensors(f"{name}[{key!r}]", item, seen, deep - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -67,13 +67,15 @@ class Runner:
         self.statistics: KnownStatistics | None = None  # by which batch norms normalise
         self._reached: Reached | None = None  # by the code: the same at each run, which finds all put back
 
-    def __call__(self, batch: Any, level: float = 0.5):
+    def __call__(self, batch: Any, level: float = 0.5, start: Mapping[str, torch.Tensor] | None = None):
         """Returns (loss, random calls, {name: tensor} of buffers and written parameters as the forward left them).
 
         level  the uniform number, in [0, 1), of which every draw is made
+        start  values of buffers before the forward, others than the module's, by name
         """
         random = ConstantRandom(level)
         with self._put_back():
+            self._set_buffers(start or {})
             with self._neutral(), random.watching(self.module):
                 loss = self.evaluate(batch)
             self.seen.reads_values |= random.reads_values
@@ -93,13 +95,22 @@ class Runner:
         with self._put_back(), self._neutral(), random.watching(self.module):
             return self.evaluate(batch)
 
-    def second(self, batch: Any) -> Loss:
-        """Returns the loss of the second of two forwards in a row, which reads what the first left in the module."""
+    def second(self, batch: Any, joined: Mapping[str, torch.Tensor]) -> Loss:
+        """Returns the loss of the second of two forwards in a row, which reads what the first left in the module.
+
+        joined  of that what ranks join, by name, as all samples leave it
+        """
         with self._put_back():
-            for _ in range(2):
+            for at in range(2):
+                self._set_buffers(joined if at else {})
                 with self._neutral(), ConstantRandom(0.5).watching(self.module):
                     loss = self.evaluate(batch)
         return loss
+
+    def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.module.get_buffer(name).copy_(value)
 
     def _left(self, state: ModuleState, changed: list[tuple[dict[str, Any], str]]) -> list[str]:
         """Returns the names of what a forward changed for the next one, but for statistics of batch norms."""
@@ -149,7 +160,7 @@ def _shapes_of(kept: Any) -> list[torch.Size]:
     """Returns the shapes of the tensors in a value: in lists, dicts and objects of the user's own classes too."""
     if isinstance(kept, torch.Tensor):
         return [kept.shape]
-    below = list(kept.values()) if isinstance(kept, dict) else [*kept] if isinstance(kept, CONTAINERS) else []
+    below = list(kept.values()) if isinstance(kept, dict) else list(iter(kept)) if isinstance(kept, CONTAINERS) else []
     return [shape for item in (vars(kept).values() if is_own(kept) else below) for shape in _shapes_of(item)]
 
 

@@ -56,9 +56,14 @@ class ShardMemory(Protocol):
 class Phase:
     """The kind of samples that the engine runs now, for code inside the module that must know."""
 
-    stand_in: bool = False  # this rank runs a sample that counts nothing
+    samples: int = 1  # how many this rank runs that count; 0: a stand-in
     same: bool = False  # every rank runs the same samples, which count once
     looked_at: bool = False  # a few samples are run to see what it does with them
+
+    @property
+    def stand_in(self) -> bool:
+        """Returns whether this rank runs a sample that counts nothing."""
+        return self.samples == 0
 
 
 # told of the slots whose gradients are there, and of the flat tensor (by its number) in which these or others lie

@@ -140,7 +140,7 @@ class Calls(Loop):
         """
         self._script = weakref.ref(script)
         self.engine, self._meeting, self._gate, self.gathers = engine, script.meeting, script._gate, gathers
-        engine.state.phase.stand_in = self.part is not None and self.part.count == 0
+        engine.state.phase.samples = 1 if self.part is None else self.part.count
         positions = engine.state.forward.positions
         self._door = Door(self.model, positions) if positions is not None else None
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
@@ -212,7 +212,7 @@ class Calls(Loop):
             )
         args, kwargs = whole.enter(args, kwargs, self.dealt.part.total, self._dim or 0)
         self.notices.say(whole.notices)
-        self.engine.state.phase.stand_in = whole.rows.count == 0
+        self.engine.state.phase.samples = whole.rows.count
         if self.draws is not None:
             self.draws.part = whole.local
         return args, kwargs

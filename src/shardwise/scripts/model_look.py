@@ -124,7 +124,7 @@ def look_at_model(
         findings = look(
             engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
             dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
-            again=again,
+            again=again, joins=False,
         )  # fmt: skip
     except WritesWeights as written:
         raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None

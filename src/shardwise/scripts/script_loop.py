@@ -223,7 +223,7 @@ class Loop(Heard, Events):
             each.dealt, each._done, each._dim = dealt, False, dim
             each.checksum = zlib.crc32(str(handed.checksum).encode(), each.checksum)
             if each.engine is not None:
-                each.engine.state.phase.stand_in = dealt.part.count == 0
+                each.engine.state.phase.samples = dealt.part.count
         if self._watched is not None:
             self._watched.dim = dim or 0
             if self._draws_on:

@@ -192,7 +192,7 @@ class _Row:
 
     def _meet(self, part: Share) -> None:
         """Set the micro-batch that modules work on: its samples for random draws, and whether it is a stand-in."""
-        self.state.phase.stand_in = part.count == 0
+        self.state.phase.samples = part.count
         if self.state.global_random is not None:
             self.state.global_random.samples = Samples(part.start, part.count, part.total)
 

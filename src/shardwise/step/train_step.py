@@ -211,7 +211,7 @@ def _set_learning_rate(state: RankState) -> None:
 
 def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
     meet_kept(state, part)
-    state.phase.stand_in = part.count == 0
+    state.phase.samples = part.count
     tally.stood_in |= part.count == 0
     seed_masks(state, index, part)
     state.technique.start_micro_batch(last=last)

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.trace.caches import CacheState
 from shardwise.trace.generators import KINDS, put_back, standing_at, state_of
-from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState, Reached, is_own
+from shardwise.trace.outside_state import ALL, DEEP, HOOKS, MOST, OutsideState, Reached, entries, is_own
 
 _OWN = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, deque)
@@ -234,7 +234,7 @@ class PassedState:
 
 def _size(value: Any) -> int:
     """Returns how many elements a tensor has, or entries a container; 0 of anything else."""
-    return value.numel() if isinstance(value, torch.Tensor) else len(value) if isinstance(value, _CONTAINERS) else 0
+    return value.numel() if isinstance(value, torch.Tensor) else entries(value) if isinstance(value, _CONTAINERS) else 0
 
 
 def _is_plain(value: Any) -> bool:

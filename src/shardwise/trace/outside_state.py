@@ -174,7 +174,7 @@ class Reached:
                     self._of_class(base, used)
             elif isinstance(value, FunctionType | MethodType | partial):
                 self._of_function(value)
-            elif isinstance(value, CONTAINERS) and len(value) <= MOST:
+            elif isinstance(value, CONTAINERS) and entries(value) <= MOST:
                 self.objects[id(value)] = (name, value)
             # its attributes may change, and its methods may reach more: those named in the code alone, and `__call__`
             elif _is_object(value) and id(value) not in self._seen:
@@ -256,4 +256,9 @@ class OutsideState:
 
 
 def _bounded(value: Any) -> bool:
-    return not isinstance(value, CONTAINERS) or len(value) <= MOST
+    return not isinstance(value, CONTAINERS) or entries(value) <= MOST
+
+
+def entries(container: Any) -> int:
+    """Returns how many entries one of `CONTAINERS` has, whatever a class of the user's makes of `len`."""
+    return next(kind for kind in CONTAINERS if isinstance(container, kind)).__len__(container)

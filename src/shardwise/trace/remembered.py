@@ -52,7 +52,7 @@ def _items_of(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, CONTAINERS):
-        return list(value)
+        return list(iter(value))  # `list` would ask a class of the user's for its length, which may be none
     return [list(vars(value)), *vars(value).values()] if is_own(value) else []
 
 

@@ -60,15 +60,17 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, *back)
 
 
-def of_own_rows(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, run: Compute) -> torch.Tensor:
-    """Returns `run(rows, ...)` on this rank's share of cut rows, as a part cut as they are.
+def of_own_rows(run: Callable[..., Any], rows: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+    """Returns `run(rows, *beside)` on this rank's share of cut rows, as a part cut as they are.
 
-    Right for whatever treats rows apart. Over other axes (tensor parallelism) the three are whole in `run`.
+    Right for whatever treats rows apart. Over other axes (tensor parallelism) all are whole in `run`.
     """
     rows = settled(rows)
     cuts, axes = cuts_of(rows), axes_of(rows)
     with own_rows(axes):  # weights that are read in here get gradients of these rows: summands over the axes
-        done = run(apart(rows, cuts, axes), share_under(index, cuts, axes), apart(weight, cuts, axes))
+        done = run(apart(rows, cuts, axes), *(
+            (apart if tensor.is_floating_point() else share_under)(tensor, cuts, axes) for tensor in beside
+        ))  # fmt: skip
     return joined(settled(done), cuts, axes)
 
 

@@ -33,9 +33,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm import Axis, Gathering, Trail
+from shardwise.comm import Axis, Gathering, Trail, sum_over
 from shardwise.parallel.expert.exchange import of_own_rows, through_owners
 from shardwise.parallel.slots import ValueOf
+from shardwise.part.crossing import axes_of
 
 _END = "the end of the forward"
 _WHY = (
@@ -46,22 +47,27 @@ _WHY = (
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """Where a module's rows, experts and weights stand among its arguments: a position or a keyword each."""
+    """Where a module's rows, experts and weights stand among its arguments: a position or a keyword each.
+
+    A module that chooses experts by itself is given rows (..., H) alone.
+    """
 
     rows: int | str
-    index: int | str
-    weight: int | str
+    index: int | str | None = None
+    weight: int | str | None = None
 
-    def read(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (rows (T, H), experts (T, k), weights (T, k)) of a call."""
-        keys = (self.rows, self.index, self.weight)
-        rows, index, weight = (args[key] if isinstance(key, int) else kwargs[key] for key in keys)
-        return rows, index, weight
+    @property
+    def _keys(self) -> list[int | str]:
+        return [key for key in (self.rows, self.index, self.weight) if key is not None]
+
+    def read(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """Returns rows (T, H), experts (T, k) and weights (T, k) of a call, as far as it has them."""
+        return [args[key] if isinstance(key, int) else kwargs[key] for key in self._keys]
 
     def made(self, args: tuple, kwargs: dict, *values: torch.Tensor) -> tuple[list, dict]:
         """Returns the call's arguments with other rows, experts and weights in their places."""
         new_args, new_kwargs = list(args), dict(kwargs)
-        for key, value in zip((self.rows, self.index, self.weight), values, strict=True):
+        for key, value in zip(self._keys, values, strict=True):
             if isinstance(key, int):
                 new_args[key] = value
             else:
@@ -71,13 +77,17 @@ class ExpertCall:
 
 @dataclass(frozen=True)
 class Stack:
-    """One module of experts: its stacked parameters, and which of its integer attributes (`counters`) count them."""
+    """One module of experts: its stacked parameters, and which of its integer attributes (`counters`) count them.
+
+    A module that chooses by itself (`choosing`), for its own rows alone, has experts=0.
+    """
 
     path: str
     experts: int
     names: tuple[str, ...]  # of parameters (E, ...)
     call: ExpertCall
     counters: tuple[str, ...] = ()  # attributes that must be the number of experts held here
+    sums: tuple[tuple[str, str], ...] = ()  # buffers that add up over rows, and the way (part.buffer_ways)
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,7 @@ def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any
             return through_owners(rows, index, weight, stack.experts, axis, compute)
 
         trail.mark(f"the experts '{stack.path}'")
-        return of_own_rows(*stack.call.read(args, kwargs), exchanged)
+        return of_own_rows(exchanged, *stack.call.read(args, kwargs))
 
     return forward
 
@@ -182,8 +192,15 @@ def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator
 
 
 def on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> AbstractContextManager[None]:
-    """Context: each module of experts computes the rows of this rank alone, with all its experts."""
-    return other_forwards(_on_own_rows(module, stacks))
+    """Context, for tensors without values: each module of experts has its own rows, and one that chooses hands its on.
+
+    Which experts it would come to hangs on values.
+    """
+    choosing = {module.get_submodule(stack.path): stack.call for stack in stacks if not stack.experts}
+    handing = {
+        child: lambda *args, call=call, **kwargs: call.read(args, kwargs)[0] * 1 for child, call in choosing.items()
+    }
+    return other_forwards({**_on_own_rows(module, stacks), **handing})
 
 
 def compute_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> None:
@@ -194,20 +211,35 @@ def compute_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> None:
 
 def _on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Callable[..., Any]]:
     children = {module.get_submodule(stack.path): stack for stack in stacks}
-    return {child: _of_own_rows(child.forward, stack) for child, stack in children.items()}
+    return {child: _of_own_rows(child, stack) for child, stack in children.items()}
 
 
-def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
-    """Returns a forward that runs `own` on this rank's rows of a call (`exchange.of_own_rows`)."""
+def _of_own_rows(child: nn.Module, stack: Stack) -> Callable[..., Any]:
+    """Returns a forward that runs the module's own on this rank's rows of a call (`exchange.of_own_rows`)."""
+    own = child.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(*values: torch.Tensor) -> Any:
             new_args, new_kwargs = stack.call.made(args, kwargs, *values)
             return own(*new_args, **new_kwargs)
 
-        return of_own_rows(*stack.call.read(args, kwargs), compute)
+        before = [(name, way, child.get_buffer(name).clone()) for name, way in stack.sums]
+        made = of_own_rows(compute, *stack.call.read(args, kwargs))
+        with torch.no_grad():
+            for name, way, buffer in before:
+                _add_up(child.get_buffer(name), way, buffer, axes_of(made))
+        return made
 
     return forward
+
+
+def _add_up(buffer: torch.Tensor, way: str, before: torch.Tensor, axes: Sequence[Axis]) -> None:
+    """Add what other ranks' rows have left in their buffers. `before`: this one, before the forward."""
+    begun = before if way == "added" else torch.zeros_like(before)
+    moved = buffer - begun
+    for axis in axes:
+        moved = sum_over(moved, axis, "buffers")
+    buffer.copy_(begun + moved)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
+from shardwise.parallel.expert.choosing import Choices, sums_of_rows
 from shardwise.parallel.expert.expert_forward import ExpertCall, Stack, counting, other_forwards
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
@@ -79,12 +80,34 @@ def find_experts(
 def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf) -> list[Stack]:
     """Returns the modules of experts that treat each row by itself; arguments as of `find_experts`."""
     stacks = []
-    for path, seen in _look(built, batch, run, dtype_of)[0].items():
+    choices = Choices(built.module)
+    with choices.watching():
+        seen_by_path = _look(built, batch, run, dtype_of)[0]
+    for path, seen in seen_by_path.items():
         try:
             stacks.append(_tried(built, path, seen, 1))
         except RefusedPlan:  # its operations are met one by one, as those of any other module
             continue
+    tried = {stack.path for stack in stacks}
+    for path, chosen in choices.calls.items():
+        child = built.module.get_submodule(path)
+        sums = None if not path or path in tried else sums_of_rows(child, chosen, _values_of(built, path))
+        if sums is not None:
+            stacks.append(Stack(path, 0, (), chosen.call, sums=tuple(sums.items())))
     return stacks
+
+
+def _values_of(built: Built, path: str) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Returns a function (name, tensor) -> random weights of a module in float64, and its own buffers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return _random(tensor, torch.float64, generator, stacked=False)
+        own = built.value(f"{path}.{name}")
+        return own.to(torch.float64 if own.is_floating_point() else None, copy=True)
+
+    return value
 
 
 def holds_experts(
@@ -214,7 +237,7 @@ def _recorder(
             shapes = [tuple(x.shape) for x in tensors_in((args, kwargs)) if x.dim() > 2]
             by_expert.update((path, shape) for shape in shapes if (shape[0], shape[-1]) in matrices)
             return own(*args, **kwargs)
-        rows, index, _ = call.read(args, kwargs)
+        rows, index, *_ = call.read(args, kwargs)
         emptied = tree_map_only(torch.Tensor, lambda tensor: None, (args, kwargs))
         seen = CandidateCall(call, rows.shape[1], index.shape[1], *emptied)
         if calls.setdefault(path, seen).call != call:
