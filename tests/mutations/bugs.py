@@ -824,7 +824,7 @@ ADAPTERS = [
     bug("modules that are trained whole are left out of the adapters' file", "adapters.peft_files:write_adapters",
         "for name, tensor in state.items()}", 'for name, tensor in state.items() if "lora_" in name}',
         "check:adapters_out", "single"),
-    bug("an adapter's file has the halves of two ranks in the wrong order", "engine.weights_out:trained_parameters",
+    bug("an adapter's file has the halves of two ranks in the wrong order", "engine.weights_out:trained_tensors",
         "{name: tensor.cpu().clone()",
         '{name: tensor.cpu().clone().roll(len(tensor) // 2 if "lora_" in name else 0, 0)',
         "check:adapters_out_of_tp", "tp=2"),
