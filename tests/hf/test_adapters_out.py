@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from shardwise import Task, parallelize
 from shardwise.adapters import with_lora
+from shardwise.adapters.peft_files import of_adapters, write_adapters
 from shardwise.config.schema import LoraSection
 from shardwise.errors import InputError
 from shardwise.hf import export, save_adapters, task
@@ -101,6 +102,28 @@ def test_adapters_of_any_plan_are_read_by_peft_alone(kind: str, plan: str, pool:
     size = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size
     assert size <= 1.01 * sum(state[name].nbytes for name in names) + 300 * len(names)  # the header has a row for each
     assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == len(names)
+
+
+def test_adapters_of_each_name_are_written_with_what_layers_share(tmp_path: Path) -> None:
+    base = transformers.LlamaForCausalLM.from_pretrained
+    folder, ids = saved(tmp_path / "base"), tokens(0)["input_ids"]
+    model = peft.get_peft_model(base(str(folder)), peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    model.add_adapter("second", peft.VeraConfig(r=4, target_modules=["o_proj"]))
+    model.add_adapter("third", peft.VeraConfig(r=4, target_modules=["o_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.normal_(0, 1)
+    params = dict(model.named_parameters())
+    own = {name: params[name] for name in of_adapters(model, params)}
+    assert len(own) == 2 * 2 * 2 + 2 * 2 * 2 and all("vera_lambda" in name for name in own)
+    out = write_adapters(model, {**own, **dict(model.named_buffers())}, tmp_path / "out")
+    for name, path in (("default", out), ("second", out / "second"), ("third", out / "third")):
+        model.base_model.set_adapter([name])
+        read = peft.PeftModel.from_pretrained(base(str(folder)), str(path)).eval()
+        with torch.no_grad():
+            assert torch.equal(read(ids).logits, model.eval()(ids).logits), name
 
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from shardwise.cli.main import call
 from shardwise.config import load
 from shardwise.errors import InputError
 from shardwise.hf.export import merge_run
+from shardwise.observe.summary import summary_text
 from shardwise.task_names import resolve_task
 from shardwise.training import execute
 
@@ -138,6 +139,20 @@ def test_packed_rows_have_the_losses_of_single_ones(small: Path) -> None:
         sums[name] = float(total), int(weight)
     assert sums["packed"][1] == sums["single"][1]
     assert sums["packed"][0] == pytest.approx(sums["single"][0], rel=1e-5)
+
+
+def test_what_is_cut_and_where_adapters_lie_is_told(small: Path) -> None:
+    (small.parent / "long.jsonl").write_text(
+        "".join(json.dumps({"prompt": "a", "completion": "b" * size}) + "\n" for size in (5, 5, 5, 90))
+    )
+    keys = ("task.files=['long.jsonl']", "task.seq_len=32", "train.batch_samples=2", "train.device=cpu", "lora.rank=2")
+    run = execute(load(overrides=(f"task.name='{small}'", *keys, "train.steps=1", "train.checkpoint_every=0")))
+    assert "1 of 4 documents are longer than 32 tokens and were cut" in run.summary["notices"]
+    folder = Path(run.summary["adapters"])
+    assert f"adapters  {folder}" in summary_text(run.summary)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(small.resolve())
+    peft.AutoPeftModelForCausalLM.from_pretrained(str(folder))
 
 
 def test_a_folder_without_examples_is_told_so(small: Path) -> None:

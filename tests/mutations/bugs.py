@@ -824,10 +824,10 @@ ADAPTERS = [
         "any(layer.scaling.update(default=1.0) for layer in adapted.modules() "
         'if isinstance(getattr(layer, "scaling", None), dict)); '
         "return adapted.merge_and_unload()", "check:adapters_out", "single"),
-    bug("modules that are trained whole are left out of the adapters' file", "adapters.peft_files:write_adapters",
+    bug("modules that are trained whole are left out of the adapters' file", "adapters.peft_files:_write_one",
         "for name, tensor in state.items()}", 'for name, tensor in state.items() if "lora_" in name}',
         "check:adapters_out", "single"),
-    bug("an adapter's file has the halves of two ranks in the wrong order", "engine.weights_out:trained_parameters",
+    bug("an adapter's file has the halves of two ranks in the wrong order", "engine.weights_out:trained_tensors",
         "{name: tensor.cpu().clone()",
         '{name: tensor.cpu().clone().roll(len(tensor) // 2 if "lora_" in name else 0, 0)',
         "check:adapters_out_of_tp", "tp=2"),

@@ -131,3 +131,21 @@ def test_a_roll_out_and_a_blend_are_those_of_the_rooms() -> None:
     chosen = [7003, 5, 7001, 6999, 0]
     apart, together = one_by_one(Of(), chosen), Of.source.read(chosen)
     assert all(torch.equal(apart[name], value) for name, value in together.items())
+
+
+class CountsThreads(nn.Module):
+    """Notes in how many threads torch computes while it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.threads = nn.Linear(2, 2), torch.get_num_threads()
+
+
+def test_initial_values_are_computed_as_in_a_rank_of_the_proof() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        module = plain_module(mlp().with_(model=CountsThreads), Settings())
+        assert (module.threads, torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)

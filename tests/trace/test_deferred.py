@@ -354,6 +354,42 @@ def test_initialisers_that_a_library_kept_serve_the_build_that_runs() -> None:
     assert not build(Layer, 3).notice
 
 
+TABLES: dict[int, Tensor] = {}  # as a file keeps what every module of it uses
+
+
+class Unnamed(nn.Module):
+    """Large tensors that are neither parameters, buffers nor attributes, as some libraries and teachers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(BIG, BIG)
+        self.tables = [torch.linspace(0, 1, LARGE)]
+        self.places = {"default": torch.randperm(LARGE, generator=torch.Generator().manual_seed(3))[:9]}
+        self.teacher = (nn.Linear(BIG, BIG),)
+        self.views = [self.linear.weight[:2]]
+        scale = torch.linspace(0, 2, LARGE)
+        self.scaled = lambda x: x * scale
+        if LARGE not in TABLES:
+            TABLES[LARGE] = torch.arange(LARGE)
+
+
+def test_large_tensors_without_a_name_have_values() -> None:
+    TABLES.clear()
+    built, other = build(Unnamed, 0), build(Unnamed, 0)
+    assert not built.notice, built.notice
+    module, plain = built.module, Unnamed()
+    assert torch.equal(module.tables[0], plain.tables[0])
+    assert torch.equal(module.places["default"], plain.places["default"])
+    assert torch.equal(module.scaled(2.0), plain.scaled(2.0))
+    assert torch.equal(TABLES[LARGE], torch.arange(LARGE))
+    drawn = module.teacher[0].weight
+    assert drawn.requires_grad
+    assert 0.5 < drawn.std() / plain.teacher[0].weight.std() < 2
+    assert torch.equal(drawn, other.module.teacher[0].weight)
+    assert not torch.equal(drawn, build(Unnamed, 1).module.teacher[0].weight)
+    assert not torch.equal(drawn, built.value("linear.weight"))
+
+
 class Sizes(nn.Module):
     """Buffers that are made of two numbers each, as layers of sound codecs keep their paddings."""
 

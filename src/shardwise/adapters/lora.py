@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -51,6 +52,15 @@ class Adapted:
         return adapted
 
 
+def _base(model: nn.Module) -> dict[str, Any]:
+    """Returns the fields of peft's configuration by which its Auto classes load the base; {} without a folder."""
+    name = getattr(model, "name_or_path", None)
+    if not name or not Path(name).is_dir():
+        return {}
+    kind = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    return {"base_model_name_or_path": str(Path(name).resolve()), "auto_mapping": kind}
+
+
 def peft_config(section: LoraSection, model: nn.Module) -> Any:
     """Returns peft's configuration of the section for a model, its layers by their whole paths.
 
@@ -65,6 +75,7 @@ def peft_config(section: LoraSection, model: nn.Module) -> Any:
     if both:
         raise InputError(f"lora.whole: '{both[0]}' is trained whole, and lora.targets puts an adapter beside it")
     return peft.LoraConfig(
+        **_base(model),
         r=section.rank,
         lora_alpha=section.alpha if section.alpha is not None else section.rank,
         target_modules="|".join(path.replace(".", r"\.") for path in paths),  # peft matches it against whole paths

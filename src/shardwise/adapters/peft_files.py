@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +28,61 @@ def has_adapters(module: nn.Module) -> bool:
     return isinstance(getattr(module, "peft_config", None), dict)
 
 
+def are_prompts(module: Any) -> bool:
+    """Whether peft's adapters of a module are learned prompts, which are no layers of it."""
+    return all(config.is_prompt_learning for config in module.peft_config.values())
+
+
+def of_adapters(module: Any, names: Iterable[str]) -> list[str]:
+    """Returns those names of parameters that are of the module's adapters: an adapter's name is a part of each."""
+    return [name for name in names if not module.peft_config.keys().isdisjoint(name.split("."))]
+
+
 def write_adapters(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> Path:
-    """Write whole trained tensors, by their names in the module, as peft's files in a new folder; returns it.
+    """Write whole tensors, by their names in the module, as peft's files in a new folder; returns it.
 
-    module   only its layers' kinds are looked at, not its weights
+    module    only its layers' kinds are looked at, not its weights
+    tensors   all parameters of the adapters, whole modules that are trained, and buffers
 
+    As peft has it, an adapter that is not named "default" lies in a folder of its name in the folder.
     Raises `InputError` for adapters that are no layers of the module.
     """
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors.torch import save_file
+    from peft import get_peft_model_state_dict
 
-    config = module.peft_config[ADAPTER]
-    if config.is_prompt_learning:
-        raise InputError(
-            f"the adapters ({config.peft_type.value}) are no layers of the model: peft alone can write them"
-        )
-    state = get_peft_model_state_dict(
-        module, state_dict=dict(tensors), adapter_name=ADAPTER, save_embedding_layers=False
-    )
-    prefix = "" if isinstance(module, PeftModel) else _PREFIX
-    own = {f"{prefix}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    if are_prompts(module):
+        (kind,) = {config.peft_type.value for config in module.peft_config.values()}
+        raise InputError(f"the adapters ({kind}) are no layers of the model: peft alone can write them")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(own, str(partial / WEIGHTS), metadata={"format": "pt"})
-    config.save_pretrained(str(partial))
+    every = _by_each_name(module, tensors)
+    for name, config in module.peft_config.items():
+        state = get_peft_model_state_dict(module, state_dict=every, adapter_name=name, save_embedding_layers=False)
+        if not config.is_prompt_learning:
+            _write_one(module, config, state, partial / ("" if name == ADAPTER else name))
     if folder.exists():  # of an earlier attempt at the same run
         shutil.rmtree(folder)
     partial.replace(folder)
     return folder
+
+
+def _by_each_name(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors by all names that the module has for them: layers may share one, under a name each."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    value_of = {id(own): tensors[name] for name, own in named if name in tensors}
+    return {name: value_of[id(own)] for name, own in named if id(own) in value_of}
+
+
+def _write_one(module: Any, config: Any, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write one adapter's tensors, by peft's names for them, and its configuration."""
+    from peft import PeftModel
+    from safetensors.torch import save_file
+
+    prefix = "" if isinstance(module, PeftModel) else _PREFIX
+    own = {f"{prefix}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    folder.mkdir(exist_ok=True)
+    save_file(own, str(folder / WEIGHTS), metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
 
 
 def adapters_at(path: str | Path) -> Path | None:
@@ -71,7 +97,9 @@ def refuse_other_adapters(file: Path, module: Any) -> None:
     if not has_adapters(module):
         keys = " ".join(f"--set {key}={json.dumps(theirs[name])}" for name, key in _KEYS.items() if theirs.get(name))
         raise InputError(f"{file} holds adapters, and the model has none: {keys}")
-    own = module.peft_config[ADAPTER]
+    own = module.peft_config.get(ADAPTER)
+    if own is None:
+        raise InputError(f"{file} goes into the adapter '{ADAPTER}', and the model has {', '.join(module.peft_config)}")
     for name, key in _KEYS.items():
         value = getattr(own, name, None)
         if name in theirs and value != theirs[name]:

@@ -50,6 +50,9 @@ class Blend:
             if not weight > 0 or length < 1:
                 raise InputError(f"blend: source '{name}' has weight {weight:g} and {length} samples; both must be > 0")
         shares(self.weights)
+        self.notices = [
+            f"{name}: {notice}" for name, (source, _) in parts.items() for notice in getattr(source, "notices", ())
+        ]
         self._starts = np.cumsum((0, *self.lengths))
 
     def __len__(self) -> int:

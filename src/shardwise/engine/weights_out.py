@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
@@ -47,14 +47,20 @@ def _named_weights(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, value.detach()) for name, value in later.items())
 
 
-def trained_parameters(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Returns the whole parameters that are trained, by name, on the CPU; frozen ones are not gathered. Collective.
+def trained_tensors(
+    state: RankState, also: Collection[str] = (), *, rank_0_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Returns whole trained parameters, and buffers, by name, on the CPU. Collective.
 
+    also   names of frozen ones beside them; without any, no frozen one is gathered
     With `rank_0_only` the other ranks keep none of them and return an empty dict.
     """
     keep = state.mesh.rank == 0 or not rank_0_only
-    trained = islice(full_parameters(state), len(state.all_names))  # which come before the frozen ones
-    return {name: tensor.cpu().clone() for name, tensor in trained if keep}
+    left_out = set(state.frozen_names).difference(also)
+    # trained ones come before the frozen ones
+    params = islice(full_parameters(state), None if also else len(state.all_names))
+    named = chain(params, full_buffers(state))
+    return {name: tensor.cpu().clone() for name, tensor in named if keep and name not in left_out}
 
 
 def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None) -> Path:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from shardwise.adapters.peft_files import has_adapters, write_adapters
+from shardwise.adapters.peft_files import has_adapters, of_adapters, write_adapters
 from shardwise.checkpoint.inspect import FILE_BYTES
 from shardwise.comm import gather_json
 from shardwise.engine.engine import Engine
-from shardwise.engine.weights_out import trained_parameters
+from shardwise.engine.weights_out import trained_tensors
 from shardwise.errors import InputError
 from shardwise.heads import read_config
 from shardwise.hf.folder_tensors import INDEX, SINGLE
@@ -104,11 +104,12 @@ def _export_merged(
 def save_adapters(engine: Engine, folder: str | Path) -> Path:
     """Write the engine's adapters in a folder, as `peft.PeftModel.from_pretrained` reads them. Collective.
 
-    Trained tensors alone are gathered, one by one, and rank 0 writes them.
+    Their tensors alone are gathered, one by one, and rank 0 writes them.
     """
     if not has_adapters(engine.module):
         raise InputError("save_adapters: peft has written no adapters into this model: hf.export writes whole weights")
-    tensors = trained_parameters(engine.state, rank_0_only=True)
+    frozen = of_adapters(engine.module, engine.state.frozen_names)
+    tensors = trained_tensors(engine.state, frozen, rank_0_only=True)
     if engine.rank == 0:
         write_adapters(engine.module, tensors, Path(folder))
     return Path(folder)

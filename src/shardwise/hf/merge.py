@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.adapters.peft_files import CONFIG, WEIGHTS, write_adapters
+from shardwise.adapters.peft_files import CONFIG, WEIGHTS, of_adapters, write_adapters
 from shardwise.errors import InputError
 
 
@@ -49,7 +49,8 @@ def adapters_of_checkpoint(weights: Path, module: Any, folder: Path) -> Path:
     """Write the adapters among a file's tensors as peft's files; `module` is on the meta device."""
     from safetensors import safe_open
 
-    trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    frozen = {name for name, param in module.named_parameters() if not param.requires_grad}
+    frozen -= {*of_adapters(module, frozen)}
     with safe_open(str(weights), framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in trained}
+        tensors = {name: file.get_tensor(name) for name in set(file.keys()) - frozen}
     return write_adapters(module, tensors, folder)

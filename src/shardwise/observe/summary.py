@@ -14,6 +14,8 @@ def summary_text(summary: dict[str, Any]) -> str:
     rows += _memory(summary["memory"])
     rows += _forecast(summary.get("forecast"))
     rows.append(("weights", summary["weights"]))
+    if summary.get("adapters"):
+        rows.append(("adapters", summary["adapters"]))
     lines = [f"{name:<8}  {value}" for name, value in rows]
     if summary.get("text"):
         lines += ["", "what the model wrote:", *(f"  | {line}" for line in summary["text"].splitlines())]

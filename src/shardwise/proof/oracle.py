@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,15 +231,27 @@ def _cuts(samples: int, settings: Settings):
                 yield index, first, last, Samples(first - low, last - first, high - low)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context: torch computes in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def plain_module(task: Task, settings: Settings) -> nn.Module:
     """Returns the module with its replayed initial values, in the proof's dtype, on its device."""
     dtype = settings.dtype
-    built = build(task.model, settings.seed)
-    module = built.module
-    built.value_from = task.weights
     device = torch.device(settings.device)
-    # copies: where building was not deferred, a value is the module's own tensor
-    values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
+    with one_thread():  # as the ranks of a proof have: a QR or a product rounds otherwise on several
+        built = build(task.model, settings.seed)
+        module = built.module
+        built.value_from = task.weights
+        # copies: where building was not deferred, a value is the module's own tensor
+        values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():
         for place, (_, tensor) in enumerate(named_tensors(module)):
             tensor.data = values[id(tensor)]

@@ -17,6 +17,7 @@ The idea is that of deferred initialisation in torchdistX.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import re
@@ -68,6 +69,7 @@ class Built:
         if tape is not None:
             self._check()
             self._assign_seeds()
+            self._fill_unnamed(tape)
 
     def value(self, name: str) -> torch.Tensor:
         """Returns the full tensor on the CPU, newly made (a reference to the real one when nothing was deferred)."""
@@ -156,6 +158,25 @@ class Built:
             for place, op in enumerate(drawn):
                 # the first name decides: a weight that is derived from another one replays the other's draws
                 self._seeds.setdefault(op, seed_of("init", self.seed, name, place))
+
+    @torch.no_grad()
+    def _fill_unnamed(self, tape: ConstructorTape) -> None:
+        """Make, in place, the values of deferred tensors that outlive the constructor and that `value` has no name for.
+
+        Lists and dicts of a module, modules hidden in them, closures and tables of a file's own keep such tensors.
+        """
+        named = {ref.storage for ref in self._refs.values()}
+        if not tape.outliving(named):
+            return
+        gc.collect()  # what only a circle of references keeps is nobody's
+        for place, storage in enumerate(tape.outliving(named)):
+            key, whole = storage._cdata, torch.empty(0, dtype=torch.uint8).set_(storage)
+            if tape.lacks(key):
+                raise NotReplayable("a tensor outside the module's tables was not made by recorded operations")
+            for draw in (op for op in tape.slice(key) if tape.ops[op].random):
+                self._seeds.setdefault(draw, seed_of("init", self.seed, "unnamed", place, draw))
+            with as_written():
+                whole.copy_(self._replay(ref_of(whole)))
 
     @torch.no_grad()
     def _replay(self, target: Ref) -> torch.Tensor:

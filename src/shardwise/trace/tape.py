@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,12 @@ class ConstructorTape:
                 return True
             made |= {ref.storage for ref in op.outputs}
         return storage not in made and storage not in self.constants
+
+    def outliving(self, named: Collection[int]) -> list[torch.UntypedStorage]:
+        """Returns the deferred storages, but `named` ones, that more than this tape keeps, in order of their making."""
+        storages = {storage._cdata: storage for storage in self.alive}
+        unnamed = [storages[key] for key in storages if key in self.deferred and key not in named]
+        return [storage for storage in unnamed if torch._C._storage_Use_Count(storage._cdata) > 1]
 
     def refuse_reading(self, tensor: torch.Tensor, how: str) -> None:
         """Raise `NotReplayable` where the constructor reads values that are random, or not made yet."""

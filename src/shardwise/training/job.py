@@ -107,7 +107,8 @@ def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = No
     enough_samples(batch if task.data is None else len(task.data), effective.plan)
     micro_batches(batch, effective.plan.step_microbatches)
     make_schedule(effective.config.schedule, steps)
-    effective = replace(effective, notes=(*effective.notes, *_optimizer_notes(effective, task, batch)))
+    of_data = getattr(task.data, "notices", ())
+    effective = replace(effective, notes=(*effective.notes, *of_data, *_optimizer_notes(effective, task, batch)))
     read_steps(effective.config.train.profile_steps, steps)
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.adapters.peft_files import write_adapters
+from shardwise.adapters.peft_files import are_prompts, has_adapters, of_adapters, write_adapters
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import evaluation_parts, own_tile, parts_of, samples_in
 from shardwise.dataset import name_of
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
-from shardwise.engine.weights_out import save_weights, trained_parameters
+from shardwise.engine.weights_out import save_weights, trained_tensors
 from shardwise.errors import InputError
 from shardwise.guard.points import reach
 from shardwise.host import put
@@ -144,6 +144,7 @@ class _Rank:
         self.skipped = engine.state.skipped_steps
         self.peak_bytes = 0
         self.weights = job.folder / WEIGHTS
+        self.adapters: Path | None = None
         self.timed = [0, 0.0]  # samples and seconds after the first step
         self.step_times: list[tuple[int, float]] = []
         # the forecast is for the pace of its probe
@@ -196,12 +197,14 @@ class _Rank:
             return save_weights(self.engine.state, self.job.folder / name, spare)
 
     def _keep_adapters(self) -> None:
-        """Writes the adapters of [lora] by themselves, as peft reads them, into the run's folder. Collective."""
-        if self.job.effective.config.lora.rank is None:
+        """Writes the model's adapters by themselves, as peft reads them, into the run's folder. Collective."""
+        if not has_adapters(self.engine.module) or are_prompts(self.engine.module):
             return
-        trained = trained_parameters(self.engine.state, rank_0_only=True)
+        self.adapters = self.job.folder / ADAPTERS
+        state = self.engine.state
+        trained = trained_tensors(state, of_adapters(self.engine.module, state.frozen_names), rank_0_only=True)
         if self.engine.rank == 0:
-            write_adapters(self.engine.module, trained, self.job.folder / ADAPTERS)
+            write_adapters(self.engine.module, trained, self.adapters)
 
     def _stopped(self, step: int) -> dict[str, Any]:
         """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to stop after this step."""
@@ -396,6 +399,7 @@ class _Rank:
             "checkpoints": self.keeper.cost(),
             "memory": gather_json(memory_of(self.engine), everybody(), self.engine.device),
             "weights": str(self.weights),
+            "adapters": self.adapters and str(self.adapters),
             "notices": [*self.job.effective.notes, *self.engine.notices],
             "text": text,
         }
