@@ -259,6 +259,10 @@ def _peak_of_a_tile(plan: str) -> int:
     return live.peak
 
 
+def test_each_rank_may_give_a_step_its_own_tile(pool) -> None:
+    assert len(pool.run(_peak_of_a_tile, 2, "domain=2")) == 2
+
+
 @pytest.mark.long
 def test_a_rank_holds_its_share_of_a_u_net_and_little_more(pool) -> None:
     """Within 15%: the halo, and what each rank has of weights and gradients."""

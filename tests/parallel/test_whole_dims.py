@@ -159,6 +159,20 @@ def test_a_rank_that_is_dealt_no_signal_comes_to_the_same_collectives(pool) -> N
     _all_equal(pool.run(_found, 3, ["short transforms"], (3, 1), (1, 2, 7, 9), timeout_s=60))
 
 
+def _transforms_of_few_fields() -> list[float | str]:
+    """Of three fields, which both axes of 2 x 2 tiles are dealt while they are transformed: one rank has none."""
+    axes = tiles.Meshes()[(2, 2)]
+    case = tiles.Case("fields", (1, 3, 7, 9), lambda x: torch.fft.irfft2(torch.fft.rfft2(x).tanh(), s=(7, 9)), [], 2)
+    expected = tiles._whole(case, 1)
+    assert expected is not None
+    return [tiles._try(case, axes, expected)]
+
+
+def test_two_axes_may_leave_a_rank_without_a_field(pool) -> None:
+    for found in pool.run(_transforms_of_few_fields, 4):
+        assert all(isinstance(error, float) and error < 1e-10 for error in found), found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "grid"), [(2, (2, 1)), (3, (1, 3)), (4, (2, 2)), (6, (3, 2)), (6, (6, 1))])
 def test_all_operations_equal_those_of_the_whole(pool, ranks: int, grid: tuple[int, int]) -> None:

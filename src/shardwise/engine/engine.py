@@ -183,7 +183,10 @@ class Engine:
             return steps.train_step(self.state, steps.dealt(self.state, batch))
         parts = steps.dealt(self.state, batch)
         if parts is not batch:
-            refuse_unlike(batch, self.mesh.world, self.device)
+            positions = self.state.forward.positions
+            # where ranks may read tiles, those that share samples have others of one field
+            alike = self.mesh.data if positions is not None and positions.shapes else self.mesh.world
+            refuse_unlike(batch, alike, self.device)
         result, self._begun = steps.train_step(self.state, parts), True
         self.notices.extend(not_trained(self.module, (self.task.loss,)))
         return result
