@@ -17,6 +17,7 @@ SHORT = {
 EQUAL = {
     "module_tasks": """
         two_draws                      REPLICAS FULL
+        instance_norm_statistics       | FLAT
         layer_drop                     FULL | FLAT
         layer_drop_python              FLAT | FULL
         categorical                    REPLICAS | FLAT
@@ -162,7 +163,6 @@ CHANGING = ("written_tasks", "taken_tasks")  # whose every gradient differs by r
 REFUSED = [
     ("module_tasks:masked_rows", "REPLICAS", "random op aten.bernoulli_"),
     ("module_tasks:last_sample_first", "REPLICAS", "masks dealt by global index"),
-    ("module_tasks:instance_norm_statistics", "FLAT", "by other means than batch norm"),
     ("module_tasks:gradient_hook", "REPLICAS", "puts a hook on the gradient of parameter 'weight'"),
     ("module_tasks:shared_memory", "REPLICAS", "'part' shares memory with 'whole'"),
     ("module_tasks:sparse_adam", "REPLICAS", "as every plan makes them, dense and"),
@@ -186,7 +186,7 @@ REFUSED = [
     ("remembering_tasks:last", "pp=2",
      "in 'last', is in the way: what one forward leaves there, a later one reads on the other side"),
     ("remembering_tasks:ghost", "REPLICAS",
-     'loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'),
+     'a module that mixes samples other than by batch norm declares loss_scope="model"'),
     ("remembering_tasks:ghost_on_all", "dp_shard=2,zero=3,deterministic=4",
      'loss_scope="model" has every data rank run'),
     ("remembering_tasks:averaged", "REPLICAS", "the forward leaves 'mean' for the next one, computed of all"),

@@ -230,6 +230,8 @@ class BalancedNet(Net):
         super().__init__()
         make = partial(Experts, EXPERTS, WIDTH, 5)
         self.layers = nn.ModuleList([Balanced(make)])
+        for param in self.layers.parameters():
+            nn.init.normal_(param, std=0.3)
 
 
 def net(kind: type, *sizes: int) -> Task:

@@ -213,8 +213,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ep that does not divide dp_shard * cp * cp_ulysses",
         "illegal",
-        "ranks of ep exchange the tokens that each has of its own, and ranks of dp_shard, cp and cp_ulysses have some: "
-        "give these a multiple of ep (tp cuts each expert, so tp=2 with half of ep has as much on a rank)",
+        "ranks of ep exchange the tokens that each has of its own: give dp_shard a multiple of ep, or cp and "
+        "cp_ulysses with it (tp cuts each expert, so tp=2 with half of ep has as much on a rank)",
         lambda p: p.dp_shard * p.cut_positions % p.ep != 0,
     ),
     Rule(

@@ -34,6 +34,8 @@ class RoutedRows:
     @classmethod
     def of(cls, cuts: Cuts, data_place: int, place: Place, positions: Positions | None, batch: Any) -> RoutedRows:
         """Returns the rows of the rank at `place` along the axes that cut positions, on data rank `data_place`."""
+        if cuts.ep == 1:
+            return cls(0, (0,), (1,))
         places = [*product(*(range(size) for _, size in cuts.inner))]
         here = data_place * len(places) + (places.index(place) if place else 0)
         index = here % cuts.ep
