@@ -20,7 +20,7 @@ def test_buffers_of_samples_are_joined(task: str, plan: str, pool: RankPool) -> 
     assert parity.parity, parity.text()
 
 
-@pytest.mark.parametrize("task", ["sharpened", "latest"])
+@pytest.mark.parametrize("task", ["sharpened", "latest", "visited"])
 def test_other_buffers_are_refused(task: str, pool: RankPool) -> None:
     refused = verify(f"joined_tasks:{task}", "dp_replicate=2", pool=pool).refused
     assert refused is not None and 'loss_scope="model"' in refused

@@ -22,6 +22,7 @@ from shardwise.look.added_up import added_up, against, bar_of, finite, number_ap
 from shardwise.look.in_float64 import Again
 from shardwise.look.kept_statistics import Values, differing, statistics_differ
 from shardwise.look.one_process import Untried, needs_gradients
+from shardwise.look.samples import repeated
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
@@ -224,7 +225,8 @@ class _Look:
     def _join(self, differ: list[str], left: Values, by_parts: tuple[Values, Values]) -> None:
         """Note by which ways what the parts' forwards left in buffers, joined, is what the whole's forward left.
 
-        Twice: from the module's buffers as they are, and from those that a first forward has left.
+        From the module's buffers as they are, from those that a first forward has left, and of equal samples: what
+        marks that a sample came, or keeps the largest, adds up by chance where samples differ.
         """
         buffers, (_, *sizes), bar = dict(self.module.named_buffers()), self.sizes, bar_of(self.dtype)
         names = [name for name in differ if name in buffers]
@@ -234,9 +236,11 @@ class _Look:
             return
         start = {name: left[name] for name in fits}
         whole, *again = [self.run(batch, start=start)[2] for batch in (self.whole, *self.parts)]
+        twice, equal = self.run(repeated(self.parts[0], [2] * sizes[0]))[2], [sizes[0]] * 2
         for name, fitting in fits.items():
-            both = ways(start[name], whole[name], [part[name] for part in again], sizes, bar)
-            if way := next((way for way in fitting if way in both), ""):
+            later = ways(start[name], whole[name], [part[name] for part in again], sizes, bar)
+            alike = ways(buffers[name], twice[name], [by_parts[0][name]] * 2, equal, bar)
+            if way := next((way for way in fitting if way in later and way in alike), ""):
                 self.findings.joined[name], self.joins[name] = way, left[name]
 
     def _compare(self, of_whole: Loss, first: Loss, second: Loss, all_pairs: str, parts: tuple[Any, Any]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from shardwise.comm import Axis, gather_rows
 from shardwise.dataset import name_of
@@ -112,6 +113,17 @@ def costly(batch: Any) -> list[str]:
         f"Task.batch makes {size_bytes / 2**30:.2g} GiB on every rank in each step, of which a rank uses its part: "
         "give Task.data (a Source, whose read(indices) a rank calls with its own samples)"
     ]
+
+
+def repeated(batch: Any, times: list[int]) -> Any:
+    """Returns the batch with each sample repeated `times` in a row, in their order."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.repeat_interleave(torch.tensor(times, device=leaf.device), 0)
+        return leaf.repeat(times, 0) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
+
+    return tree_map(of, batch)
 
 
 def checksum_of(batch: Any) -> float:

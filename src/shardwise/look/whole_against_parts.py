@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.look.added_up import added_up, against, bar_of, finite
 from shardwise.look.first_samples import with_attributes_alone
-from shardwise.look.samples import COSTLY_BYTES
+from shardwise.look.samples import COSTLY_BYTES, repeated
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen
 from shardwise.parallel.batchnorm import KnownStatistics, Statistics
 from shardwise.step.batching import samples_in, slice_samples
@@ -78,17 +77,6 @@ def many_of(batch: Any, sizes: Sequence[int]) -> Many:
 def times_of(count: int, total: int) -> list[int]:
     """Returns how often to repeat each of `count` samples to fill `total`; copies in a row, so that parts differ."""
     return [total * (at + 1) // count - total * at // count for at in range(count)]
-
-
-def repeated(batch: Any, times: list[int]) -> Any:
-    """Returns the batch with each sample repeated `times` in a row, in their order."""
-
-    def of(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.repeat_interleave(torch.tensor(times, device=leaf.device), 0)
-        return leaf.repeat(times, 0) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
-
-    return pytree.tree_map(of, batch)
 
 
 def look_at_many(
