@@ -148,10 +148,12 @@ class _Run:
 def _sums(run: _Run, rows: torch.Tensor) -> dict[str, str] | None:
     """Returns the ways in which buffers add up over two parts of the rows, from two beginnings; None for others."""
     parts = rows.tensor_split([rows.shape[-2] // 3], -2)
-    sizes = [part.shape[-2] for part in parts]
+    # equal rows first: what marks that a row came adds up by chance where rows differ
+    twice = torch.cat([parts[0], parts[0]], -2), (parts[0], parts[0])
     start, ways_by_name = {name: buffer.clone() for name, buffer in run.child.named_buffers()}, dict[str, list[str]]()
-    for _ in range(2):
-        whole, *apart = run.all_left([rows, *parts], start)
+    for all_rows, split in (twice, (rows, parts), (rows, parts)):
+        sizes = [part.shape[-2] for part in split]
+        whole, *apart = run.all_left([all_rows, *split], start)
         for name, after in whole.items():
             each = [left[name] for left in apart]
             fitting = ways(start[name], after, each, sizes, _BAR)
