@@ -107,6 +107,13 @@ def test_one_state_through_plans_of_every_kind_stays_the_same_to_the_bit(pool, t
     assert sum(name.startswith("o/") for name in first) == 3 * sum(name.startswith("p/") for name in first)
 
 
+def test_experts_in_a_list_to_other_plans_and_back(pool, tmp_path: Path) -> None:
+    """Of those of other ranks a rank holds nothing; tp cuts five features as 3 and 2, so that flat pieces of what it
+    leaves whole end elsewhere on each of its ranks."""
+    plans = ["dp_shard=4,ep=2,zero=1", "tp=2,dp_shard=2,ep=2,zero=2", "dp_shard=4,ep=4,zero=3", "single"]
+    through(pool, "listed_tasks:by_index", plans, tmp_path)
+
+
 def test_a_cut_sequence_to_other_plans_and_back(pool, tmp_path: Path) -> None:
     through(pool, "decoder", ["cp=2,zero=3", "cp_ulysses=2,zero=1"], tmp_path)
 

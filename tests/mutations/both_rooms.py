@@ -70,8 +70,10 @@ STEP = [
 FILES = [
     bug("halves of cut weights are labelled as each other's", "checkpoint.holdings:share_of",
         "cut.owners.indices(axis.index)", "cut.owners.indices(axis.size - 1 - axis.index)", RUN, "tp=2"),
-    bug("experts are labelled as the other rank's", "checkpoint.holdings:share_of", "place * experts_here, (place + 1)",
-        "(1 - place) * experts_here, (2 - place)", EXPERTS, "dp_shard=2,ep=2,zero=2"),
+    bug("experts are labelled as the other rank's", "checkpoint.holdings:share_of",
+        "*engine.state.experts.span(name, rows)",
+        "*(rows - bound for bound in reversed(engine.state.experts.span(name, rows)))", EXPERTS,
+        "dp_shard=2,ep=2,zero=2"),
     bug("a flat piece is labelled from the start", "checkpoint.holdings:trained_piece",
         "start, start + view.numel())", "0, view.numel())", RUN, "dp_shard=2,zero=2"),
 ]  # fmt: skip

@@ -145,9 +145,9 @@ def test_names_do_not_matter() -> None:
 
 
 def test_a_large_stack_is_tried_in_the_memory_of_one_expert() -> None:
-    from shardwise.parallel.expert.find import _random
+    from shardwise.parallel.expert.trial_weights import random_weight
 
-    drawn = _random(torch.empty(64, 256, 128, device="meta"), torch.float32, torch.Generator(), stacked=True)
+    drawn = random_weight(torch.empty(64, 256, 128, device="meta"), torch.float32, torch.Generator(), stacked=True)
     assert drawn.shape == (64, 256, 128)
     assert drawn.untyped_storage().nbytes() < 1.1 * 4 * 256 * 128
     assert not torch.equal(drawn[0], drawn[1])
@@ -163,7 +163,6 @@ def test_three_tensors_of_other_shapes_are_no_call_of_experts() -> None:
 
 
 REFUSED = {
-    "a list": (expert_tasks.lists, "no experts were found"),
     "dealt before": (expert_tasks.dealt, "'0.experts' holds 4 stacked matrices and is given .*: use tp, or ep=1"),
     "tokens together": (partial(expert_tasks.net, expert_tasks.Together), "on other tokens"),
     "choices together": (partial(expert_tasks.net, expert_tasks.Normalised), "the token's other experts"),

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import module_tasks
 import torch
 import torch.nn.functional as F
 from module_tasks import OUT, WIDTH, task, vectors
@@ -286,10 +285,6 @@ class Stacked(nn.Module):
 
 def dealt() -> Task:
     return task(lambda: nn.Sequential(Dealt(), nn.Linear(WIDTH, OUT)))
-
-
-def lists() -> Task:
-    return module_tasks.routed_experts()
 
 
 class Capacity(nn.Module):

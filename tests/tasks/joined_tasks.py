@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -183,9 +184,13 @@ def _next(output: Tensor, words: Tensor) -> tuple[Tensor, int]:
     return loss, words[:, 1:].numel()
 
 
+def of_words(model: Any) -> Task:
+    return Task(model=model, batch=_words, loss=_next)
+
+
 def routed() -> Task:
-    return Task(model=Words, batch=_words, loss=_next)
+    return of_words(Words)
 
 
 def routed_up_to() -> Task:
-    return Task(model=lambda: Words(most=12), batch=_words, loss=_next)
+    return of_words(lambda: Words(most=12))

@@ -210,6 +210,7 @@ MORE = [
         ("sequence_tasks:grouped", "cp_ulysses=2,dp_shard=2"), ("sequence_tasks:decoder", "cp=2,cp_ulysses=2"),
         ("sequence_tasks:decoder", "cp=2,pp=2,microbatches=2"), ("sequence_tasks:decoder", "dp_shard=2,cp=2,tp=2"),
         ("moe", "dp_replicate=2,dp_shard=2,ep=2"), ("domain_tasks:unet_batch", "domain=4"),
+        ("listed_tasks:skipping", "dp_shard=4,ep=2,zero=1"),
         ("domain_tasks:vit", "domain=2,dp_replicate=2"), ("unet_group", "tp=2"), ("hf_llama", "tp=2"),
     ]
 ]  # fmt: skip

@@ -65,9 +65,9 @@ def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, 
     if engine.state.tensor is not None and name in engine.state.tensor.cuts:
         cut, axis = engine.state.tensor.cuts[name], engine.state.tensor.axis
         runs[cut.dim] = runs_of(cut.owners.indices(axis.index))
-    if engine.state.experts is not None and name in engine.state.experts.experts:
-        experts_here, place = shape[0], engine.state.experts.axis.index
-        runs[0] = narrowed(runs[0], place * experts_here, (place + 1) * experts_here)
+    if engine.state.experts is not None and name in engine.state.experts.dealt:
+        rows = sum(stop - start for start, stop in runs[0])
+        runs[0] = narrowed(runs[0], *engine.state.experts.span(name, rows))
     return whole, runs
 
 

@@ -13,13 +13,14 @@ Bytes: each element of the state once over all ranks; a buffer of that size besi
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import secrets
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from shardwise.checkpoint.background import Writer
 from shardwise.checkpoint.files import ITEM_BYTES, Disk, TensorEntry, header_of
 from shardwise.checkpoint.holdings import Holding, ReadAgain, averages, generators, state_dict_names, weights
 from shardwise.checkpoint.optimizers import Options, groups_of, options_of, state_of
-from shardwise.checkpoint.pieces import Piece, from_json, to_json
+from shardwise.checkpoint.pieces import Piece, common_count, from_json, to_json
 from shardwise.checkpoint.publish import Work
 from shardwise.checkpoint.remote import disk_of, is_remote, place
 from shardwise.comm import gather_json, gather_rows
@@ -43,6 +44,8 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.guard.points import reach
 from shardwise.host import put
+from shardwise.layout import Plan
+from shardwise.layout.grid import Grid
 
 SPLIT_BYTES = 2**16  # a piece of fewer bytes is written by one of the ranks that hold it
 SEEN_S = 5.0  # in which a file that one rank has made is seen by the others
@@ -179,7 +182,7 @@ class Saver:
         if layout == self._layout:
             return
         everybody = gather_json(mine, engine.mesh.world, engine.device)
-        shares = assigned(everybody)
+        shares = assigned(everybody, _by_family(engine.plan))
         sizes = [sum((last - first) * ITEM_BYTES[dtype] for _, dtype, first, last in own) for own in shares]
         whole = {h.key: h.piece for h in holdings if h.piece.is_whole}
         named: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -345,20 +348,30 @@ def _memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int, int]]]:
+def _by_family(plan: Plan) -> list[int]:
+    """Returns all ranks, those together that share one set of pieces of what neither tp nor pp cuts."""
+    grid = Grid(plan)
+    places = [grid.coordinates(rank) for rank in range(plan.world_size)]
+    return sorted(range(plan.world_size), key=lambda rank: [places[rank][axis] for axis in ("pp", "tp")])
+
+
+def assigned(everybody: list[list[list[Any]]], order: Sequence[int]) -> list[list[tuple[str, str, int, int]]]:
     """Returns, for each rank, (key, dtype, first, last) of the elements of its pieces that it writes.
 
     everybody   for each rank [key, piece, shape, dtype, alike] of each tensor
+    order       ranks, those first whose pieces are written where others have other pieces of the same elements: flat
+                pieces of a weight that tp leaves whole end elsewhere on each of its ranks where it cuts others unevenly
     """
     holders: dict[tuple[str, str], list[int]] = {}
     about: dict[tuple[str, str], tuple[Piece, str, bool]] = {}
-    for rank, own in enumerate(everybody):
-        for key, piece, shape, dtype, alike in own:
+    for rank in order:
+        for key, piece, shape, dtype, alike in everybody[rank]:
             # where ranks may have other values in one tensor (buffers), all of it is the first rank's
             name = (key, json.dumps(piece) if alike else "")
             holders.setdefault(name, []).append(rank)
             if name not in about:
                 about[name] = (from_json(tuple(shape), piece), dtype, alike)
+    _leave_doubles_out(holders, about)
     shares: list[list[tuple[str, str, int, int]]] = [[] for _ in everybody]
     for (key, _), ranks in holders.items():
         piece, dtype, alike = about[key, _]
@@ -372,3 +385,22 @@ def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int,
             for place, rank in enumerate(ranks):
                 shares[rank].append((key, dtype, count * place // len(ranks), count * (place + 1) // len(ranks)))
     return shares
+
+
+def _leave_doubles_out(
+    holders: dict[tuple[str, str], list[int]], about: dict[tuple[str, str], tuple[Piece, str, bool]]
+) -> None:
+    """Drop from `holders` pieces with elements that an earlier one of the same tensor has."""
+    of_key: dict[str, list[tuple[str, str]]] = {}
+    for name in holders:
+        of_key.setdefault(name[0], []).append(name)
+    for names in of_key.values():
+        pieces = [about[name][0] for name in names]
+        if sum(piece.count for piece in pieces) <= math.prod(pieces[0].shape):
+            continue  # as nearly all: pairs of many pieces cost the square
+        kept: list[Piece] = []
+        for name, piece in zip(names, pieces, strict=True):
+            if any(common_count(piece, other) for other in kept):
+                del holders[name]
+            else:
+                kept.append(piece)

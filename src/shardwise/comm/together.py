@@ -99,8 +99,9 @@ def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
     for start, row in zip(starts, rows, strict=True):
         sent[start : start + row.nbytes] = row.contiguous().view(torch.uint8)
     table = gather_rows(sent, axis)
+    # rows of no elements (of an expert that lies elsewhere) have no bytes to be seen as another dtype
     return [
-        table[:, start : start + row.nbytes].contiguous().view(row.dtype)
+        table[:, start : start + row.nbytes].contiguous().view(row.dtype) if row.numel() else row.expand(axis.size, 0)
         for start, row in zip(starts, rows, strict=True)
     ]
 

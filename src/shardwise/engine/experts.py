@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from shardwise.comm import of_first
+from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, find_experts, find_row_wise
 from shardwise.parallel.expert.expert_forward import ExpertCall, Stack
+from shardwise.parallel.tensor import TensorParallel
 from shardwise.precision import Precision
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
@@ -41,14 +46,15 @@ def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any)
 def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
     """Returns, on every rank, the stacks that `find()` returns on rank 0. Collective."""
     rows = of_first(  # as JSON, which keeps no classes and makes lists of tuples
-        lambda: [[s.path, s.experts, s.names, [s.call.rows, s.call.index, s.call.weight], s.counters, s.sums]
-                 for s in find()],
+        lambda: [[s.path, s.experts, s.names, s.call and [s.call.rows, s.call.index, s.call.weight], s.counters,
+                  s.sums, s.members, s.keys] for s in find()],
         mesh.world, mesh.device,
     )  # fmt: skip
     return [
-        Stack(path, experts, tuple(names), ExpertCall(*call), tuple(counters), tuple(map(tuple, sums)))
-        for path, experts, names, call, counters, sums in rows
-    ]
+        Stack(path, experts, tuple(names), call and ExpertCall(*call), tuple(counters), tuple(map(tuple, sums)),
+              tuple(members), tuple(keys))
+        for path, experts, names, call, counters, sums, members, keys in rows
+    ]  # fmt: skip
 
 
 def look_for_experts(task: Task, plan: Plan, precision: Precision, built: Built, batch: Any) -> list[Stack]:
@@ -59,6 +65,25 @@ def look_for_experts(task: Task, plan: Plan, precision: Precision, built: Built,
     return find_experts(built, batch, run_alone(task, precision), plan.ep, precision.dtype_of)
 
 
+def rows_alone(stacks: list[Stack]) -> list[Stack]:
+    """Returns the stacks, each of which may be given a rank's own rows where positions are cut; else `RefusedPlan`."""
+    together = next((stack.path for stack in stacks if stack.call is None), None)
+    if together is not None:
+        raise RefusedPlan(
+            f"'{together}' deals rows to its experts, and what it gives for one row depends on others, or it is called "
+            "with more than its rows (..., H): ep does not go beside cp, cp_ulysses or domain there; leave one out"
+        )
+    return stacks
+
+
+def beside_cuts(experts: ExpertParallel, module: nn.Module, tensor: TensorParallel | None) -> ExpertParallel:
+    """Returns the experts, told how many rows a weight of theirs has where tp has cut it too."""
+    cuts = {} if tensor is None else {name: cut for name, cut in tensor.cuts.items() if cut.dim == 0}
+    rows = {name: param.shape[0] for name, param in module.named_parameters() if name in experts.dealt}
+    here = 0 if tensor is None else tensor.axis.index
+    return replace(experts, rows=rows | {name: cuts[name].owners.counts[here] for name in cuts if name in rows})
+
+
 def names_of(stacks: list[Stack]) -> frozenset[str]:
     """Returns the names of the stacked weights, of shape (experts, ...), of these modules."""
-    return frozenset(name for stack in stacks for name in stack.names)
+    return frozenset(name for stack in stacks for name in stack.names if not stack.members)

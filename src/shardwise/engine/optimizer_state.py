@@ -77,7 +77,7 @@ def _source(state: RankState, name: str) -> int:
 def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
     """Returns ({name: this rank's `_Row` of the table}, {name: the tensors of that row, by number})."""
     cuts = set(state.tensor.cuts if state.tensor is not None else ())
-    cuts |= set(state.experts.experts if state.experts is not None else ())
+    cuts |= set(state.experts.dealt if state.experts is not None else ())
     # A share over tp or ep is whole to its technique, and a piece of the weight.
     masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in state.technique.slots]
     if state.owners is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.comm.recording import refusing_others
 from shardwise.comm.tree import FixedOrder
-from shardwise.engine.experts import names_of, own_row_experts, spread_experts
 from shardwise.engine.materialise import (
     build_everywhere,
     empty_parameters,
@@ -27,7 +26,7 @@ from shardwise.engine.materialise import (
 from shardwise.engine.moved_activations import move_activations, refuse_without_blocks
 from shardwise.engine.moved_parameters import lie_on_host, shards_elsewhere
 from shardwise.engine.refused_modules import make_gradients_dense, own_collective, refuse, refuse_scripted, works_inside
-from shardwise.engine.tensor_cuts import cut_tensors
+from shardwise.engine.spread import ModuleSpread, spread_module
 from shardwise.errors import RefusedPlan, first_line
 from shardwise.layout import Plan
 from shardwise.layout.batch_pieces import BatchPieces
@@ -39,16 +38,12 @@ from shardwise.memory.chunks import Chunks, chunked_forwards, given_values
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, WithExperts
-from shardwise.parallel.expert import install as install_experts
-from shardwise.parallel.expert.expert_forward import Stack, compute_own_rows
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
-from shardwise.parallel.tensor import OPTIONS, TensorParallel, compile_block, install, why_eager
-from shardwise.part.crossing import Along
+from shardwise.parallel.tensor import OPTIONS, TensorParallel, compile_block, why_eager
 from shardwise.part.pairs import hold_pairs, pairs_in
-from shardwise.part.parameters import read_past, refuse_past, see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -107,7 +102,7 @@ def apply_plan(
     marks = {name: dict(param.__dict__) for name, param in module.named_parameters() if param.__dict__}
     few, notices = _made_fit(task, plan, mesh, precision, built, few)
     with refusing_others(partial(own_collective, plan)):  # which one rank, that searches for all, would wait in
-        spread = _spread(task, plan, mesh, precision, built, few, samples)
+        spread = spread_module(task, plan, mesh, precision, built, few, samples)
     notices += spread.notices()
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     read: dict[str, str] = {}
@@ -138,7 +133,9 @@ def apply_plan(
     moved: ShardFile | None = None
     if plan.sharded.weights:
         notices += blocks.warnings
-        units = [path for path in blocks.paths if path not in enclosed]
+        # experts in a list are dealt, and nothing of them is gathered
+        listed = {member for stack in spread.stacks for member in stack.members}
+        units = [path for path in blocks.paths if path not in enclosed and path not in listed]
         # Whole on every rank: what the forward writes, and what modules keep in lists or objects of their own, where
         # FSDP2 would put no gathered weight.
         kept = {name for name, _ in module.named_parameters() if name in enclosed} | held_beside(module)
@@ -187,19 +184,19 @@ def _made_fit(
 
 
 def _cut_stages(
-    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks, spread: _Spread
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks, spread: ModuleSpread
 ) -> StagePlacement | None:
     """Returns the pipeline stages, experts' modules undivided; None for a plan without. Collective."""
     if plan.pp <= 1:
         return None
     from shardwise.engine.cutting import cut_module
 
-    inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
+    inseparable = [stack.path for stack in spread.stacks]
     with refusing_others(partial(own_collective, plan)):
         return cut_module(task, plan, mesh, precision, built, blocks, inseparable)
 
 
-def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -> Chunks | None:
+def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: ModuleSpread) -> Chunks | None:
     """Let wide products of the blocks wait, to be computed in chunks of positions; returns their counts, or None."""
     if plan.position_chunks <= 1:
         return None
@@ -209,78 +206,6 @@ def _in_chunks(module: nn.Module, blocks: Blocks, plan: Plan, spread: _Spread) -
     sending = [stack.path for stack in stacks]
     chunked_forwards(module, blocks.paths, chunks, plan.sharded.weights, sending, recomputed=plan.remat != "none")
     return chunks
-
-
-@dataclass
-class _Spread:
-    """What a plan spreads of a module: weights over tp, experts over ep, positions over the inner axes.
-
-    row_wise  modules of experts that are given a rank's own rows, where positions are cut
-    """
-
-    tensor: TensorParallel | None = None
-    experts: ExpertParallel | None = None
-    row_wise: list[Stack] = field(default_factory=list)
-    positions: Positions | None = None
-
-    @property
-    def results(self) -> Mapping[tuple[str, int], tuple[Along, ...]]:
-        """Returns how results of submodules' calls are cut, by (path, number of the call)."""
-        return self.positions.results if self.positions is not None else {}
-
-    def notices(self) -> list[str]:
-        """Returns lines for the user on how weights, experts and positions lie over ranks."""
-        notices = [*(self.tensor.notices() if self.tensor is not None else ())]
-        notices += self.experts.notices() if self.experts is not None else ()
-        return notices + ([self.positions.summary()] if self.positions is not None else [])
-
-    def local_values(self, value_of: ValueOf) -> ValueOf:
-        """Returns a function from a name to the initial value of this rank's share, of whole ones by `value_of`."""
-        for technique in (self.tensor, self.experts):
-            value_of = value_of if technique is None else technique.local_values(value_of)
-        return value_of
-
-    def install(self, module: nn.Module, absent: set[str], mesh: Mesh, *, traced: bool) -> None:
-        """Replace forwards so that the module runs on shares; `absent`: names of other stages' weights. Collective with
-        experts."""
-        if self.positions is not None and self.positions.inside is not None:
-            self.positions.inside.install(module)
-        if self.tensor is not None:
-            install(module, self.tensor, absent, mesh.inner)
-        elif mesh.inner:  # weights are whole, and still meet cut positions
-            see_parts(module, {}, mesh.tp, absent, mesh.inner)
-        if self.experts is not None:
-            self.experts = self.experts.here(absent)
-            install_experts(module, self.experts, mesh.device, traced=traced)
-        elif self.row_wise:
-            compute_own_rows(module, self.row_wise)
-        if self.positions is not None and self.positions.past:
-            read_past(module)
-
-
-def _spread(
-    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any, samples: int | None
-) -> _Spread:  # fmt: skip
-    """Returns the `_Spread` of the module: cut weights, dealt experts, cut positions, by a few samples. Collective."""
-    spread = _Spread()
-    # In this order: tp cuts the inside of what ep deals, and positions are tried with tp's cuts in place.
-    if plan.ep > 1:
-        spread.experts = spread_experts(task, plan, mesh, precision, built, few)
-    if plan.tp > 1:
-        dealt = names_of(spread.experts.stacks) if spread.experts is not None else frozenset()
-        spread.tensor = cut_tensors(task, plan, mesh, precision, built, few, dealt)
-    if mesh.inner:
-        from shardwise.engine.find_positions import find_positions  # a fifth of all files, for plans that cut positions
-
-        experts = spread.experts
-        spread.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)
-        derived = None if spread.tensor is None else spread.tensor.derived
-        spread.positions = find_positions(
-            task, plan, mesh.inner, precision, built, few, derived, spread.row_wise, samples, mesh
-        )
-        if spread.positions.past:
-            refuse_past(plan)
-    return spread
 
 
 def _fixed_order(plan: Plan, mesh: Mesh) -> FixedOrder | None:
@@ -391,7 +316,7 @@ def _full_shard(
 
     Units of FSDP2, and beside them experts and the parameters `kept` whole.
     """
-    spread = set(experts.experts) - absent if experts is not None else set()
+    spread = set(experts.dealt) - absent if experts is not None else set()
     other = absent | spread | kept
     empty_parameters(module, precision, mesh.device, other)
     units = [module.get_submodule(path) for path in paths]
@@ -421,7 +346,7 @@ def _whole_module(
 ) -> DataParallel:  # fmt: skip
     """Returns the technique that leaves weights whole on every rank, but for experts: replicas or flat pieces."""
     fill_parameters(module, value_of, precision.compute, mesh.device, absent)
-    spread = set(experts.experts) - absent if experts is not None else set()
+    spread = set(experts.dealt) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     pairs = pairs_in(module)
     technique: DataParallel

@@ -28,7 +28,7 @@ import torch
 from shardwise.comm import Axis, Ledger
 from shardwise.costs.layout import SAME_KEYS, Layout
 from shardwise.engine.cutting import cut_forward
-from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts
+from shardwise.engine.experts import look_for_experts, names_of, row_wise_experts, rows_alone
 from shardwise.engine.find_positions import find_positions
 from shardwise.engine.refused_modules import make_gradients_dense
 from shardwise.engine.tensor_cuts import derive_cuts
@@ -263,7 +263,7 @@ class TaskAnalysis:
     def row_wise(self, plan: Plan) -> list[Stack]:
         """Returns the modules of experts that get a rank's own rows where positions are cut: under ep, all of them."""
         if plan.ep > 1:
-            return self.stacks(plan)
+            return rows_alone(self.stacks(plan))
         precision = Precision.of(plan)
         key = (precision,)
         return once(self._row_wise, key, lambda: row_wise_experts(self.task, precision, self.built, a_few(self.few)))

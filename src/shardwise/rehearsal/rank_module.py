@@ -110,7 +110,7 @@ class RankModule:
                     continue
                 name = names[id(param)]
                 cut = self.tensor.cuts.get(name) if self.tensor is not None else None
-                if name not in absent and cut is None and name not in self.experts.experts:
+                if name not in absent and cut is None and name not in self.experts.dealt:
                     continue
                 # one stand-in for each parameter, so that tied weights stay tied
                 if name not in made:
@@ -129,8 +129,9 @@ class RankModule:
             if cut is not None:
                 assert self.tensor is not None
                 shape[cut.dim] = cut.owners.counts[self.tensor.axis.index]
-            if name in self.experts.experts:
-                shape[0] //= self.experts.axis.size
+            if name in self.experts.dealt:
+                start, stop = self.experts.span(name, shape[0])
+                shape[0] = stop - start
             share = nn.Parameter(torch.empty(shape, dtype=param.dtype), requires_grad=param.requires_grad)
         share.__dict__.update(param.__dict__)
         return share

@@ -333,14 +333,14 @@ class Rehearsal:
         """Returns the techniques that hold gradients meanwhile; others are dropped as they come (`Arrivals`)."""
         cuts, trace = self.shares.cuts, self.trace
         trained = {name: param for name, param in params.items() if param.requires_grad}
-        expert_params = {name: param for name, param in trained.items() if name in self.experts.experts}
+        expert_params = {name: param for name, param in trained.items() if name in self.experts.dealt}
         other_params = {name: param for name, param in trained.items() if name not in expert_params}
         trace.experts = sum(param.numel() for param in expert_params.values())
         techniques: list[FakeFullShard | Flat] = []
         if cuts.sharded.weights:
             units = [model.get_submodule(path) for path in self.blocks.paths if path not in enclosed]
             absent = {name for name, _ in model.named_parameters() if name not in params}
-            spread = {name for name in params if name in self.experts.experts}
+            spread = {name for name in params if name in self.experts.dealt}
             with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
                 sharded = FakeFullShard(
                     model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo, host=cuts.host,

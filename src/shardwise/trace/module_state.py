@@ -66,6 +66,12 @@ def _kept_in(child: nn.Module, table: dict[str, Any]) -> list[tuple[dict[str, An
     return [(table, key) for key in _keys(child, table) if not empty or table[key] is None]
 
 
+def kept_in(child: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Returns (table, key) of each entry of one module, its children's left out, that a forward may change."""
+    tables = (child._buffers, child._modules, child._parameters, vars(child))
+    return [place for table in tables for place in _kept_in(child, table)]
+
+
 class ModuleState:
     """A module's buffers and plain attributes as they are now, to compare with and to put back.
 

@@ -59,7 +59,7 @@ class Choices(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(tag in func.tags for tag in _BY_VALUES) and self._running:
             child, given, named = self._running[-1]
-            if (chosen := _read(given, named)) is not None:
+            if (chosen := read_rows(given, named)) is not None:
                 self.calls[self._paths[child]] = chosen
         return func(*args, **(kwargs or {}))
 
@@ -182,7 +182,7 @@ def _apart(
     return all(torch.allclose(mine, theirs, rtol=0.0, atol=bar) for mine, theirs in pairs)
 
 
-def _read(args: tuple, kwargs: dict) -> Chosen | None:
+def read_rows(args: tuple, kwargs: dict) -> Chosen | None:
     """Returns the call where its only tensor is an argument of floats (..., H); else None."""
     tensors = tensors_in((args, kwargs))
     key = next((key for key, value in [*enumerate(args), *kwargs.items()] if isinstance(value, torch.Tensor)), None)

@@ -8,7 +8,7 @@ whatever its counts are, a rank without rows too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ class _Exchange(torch.autograd.Function):
             for gradient, need in zip(gradients, needed, strict=True)
         ]
         return (None, None, None, *back)
+
+
+def exchanged(axis: Axis, sent: list[int], received: list[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the rows that arrive of each tensor: so many go to (`sent`), come from (`received`), each rank."""
+    return list(_Exchange.apply(axis, sent, received, *tensors))
 
 
 def of_own_rows(run: Callable[..., Any], rows: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:

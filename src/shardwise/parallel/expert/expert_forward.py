@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch import nn
 
 from shardwise.comm import Axis, Gathering, Trail, sum_over
 from shardwise.parallel.expert.exchange import of_own_rows, through_owners
+from shardwise.parallel.expert.two_passes import Key, ListedExperts
 from shardwise.parallel.slots import ValueOf
 from shardwise.part.crossing import axes_of
 
@@ -79,28 +81,58 @@ class ExpertCall:
 class Stack:
     """One module of experts: its stacked parameters, and which of its integer attributes (`counters`) count them.
 
-    A module that chooses by itself (`choosing`), for its own rows alone, has experts=0.
+    A module that chooses by itself (`choosing`), for its own rows alone, has experts=0. One whose experts are modules
+    of their own (`listed`) has `members`, their paths, and `keys`, the arguments by which each is given its rows; its
+    `call` is None where it may not be given a rank's own rows alone.
     """
 
     path: str
     experts: int
-    names: tuple[str, ...]  # of parameters (E, ...)
-    call: ExpertCall
+    names: tuple[str, ...]  # of parameters (E, ...), of members' all
+    call: ExpertCall | None
     counters: tuple[str, ...] = ()  # attributes that must be the number of experts held here
     sums: tuple[tuple[str, str], ...] = ()  # buffers that add up over rows, and the way (part.buffer_ways)
+    members: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its forward chooses which expert gets which row."""
+        return bool(self.members) or not self.experts
 
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The experts of a module, dealt over an axis (`ep`): each rank holds a block of each stack's."""
+    """The experts of a module, dealt over an axis (`ep`): each rank holds a block of each stack's.
+
+    Of experts that are modules a rank holds some whole; the weights of others have no rows there. `rows`: the first
+    dim of such a weight, whole, as tp cuts it on this rank.
+    """
 
     stacks: list[Stack]
     axis: Axis
+    rows: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def experts(self) -> dict[str, int]:
-        """Returns the number of experts in each stacked parameter, by its name."""
-        return {name: stack.experts for stack in self.stacks for name in stack.names}
+    @cached_property
+    def dealt(self) -> dict[str, tuple[Stack, int]]:
+        """Returns the module of experts that holds each dealt parameter, and whose it is of its members (else 0)."""
+        return {
+            name: (stack, next((n for n, path in enumerate(stack.members) if name.startswith(f"{path}.")), 0))
+            for stack in self.stacks for name in stack.names
+        }  # fmt: skip
+
+    def owner(self, name: str) -> int | None:
+        """Returns the rank of the axis that holds all of a parameter; None of one that is stacked."""
+        stack, number = self.dealt[name]
+        return number // (stack.experts // self.axis.size) if stack.members else None
+
+    def span(self, name: str, size: int) -> tuple[int, int]:
+        """Returns which rows (start, stop) of a parameter's first dim, `size` long, this rank holds."""
+        owner, place = self.owner(name), self.axis.index
+        if owner is not None:
+            return (0, size) if owner == place else (0, 0)
+        here = size // self.axis.size
+        return place * here, (place + 1) * here
 
     def here(self, absent: Collection[str]) -> ExpertParallel:
         """Returns the experts of this rank's pipeline stages alone."""
@@ -117,27 +149,35 @@ class ExpertParallel:
 
     def local_values(self, value_of: ValueOf) -> ValueOf:
         """Returns a function that gives a parameter's initial value, of experts those of this rank alone."""
-        experts = self.experts
 
         def value(name: str) -> torch.Tensor:
             full = value_of(name)
-            if name not in experts:
+            if name not in self.dealt:
                 return full
-            per_rank = experts[name] // self.axis.size
-            return full.narrow(0, self.axis.index * per_rank, per_rank)
+            start, stop = self.span(name, full.shape[0])
+            return full[start:stop]
 
         return value
 
     def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
         """Gather all experts of a parameter or gradient; any other is returned as it is."""
-        if share is None or name not in self.experts:
+        if share is None or name not in self.dealt:
             return share
+        owner = self.owner(name)
+        if owner is not None:  # one gather takes rows of one size: the others send as many, which are dropped
+            shape = (self.rows[name], *share.shape[1:])
+            sent = share.detach() if owner == self.axis.index else share.detach().new_zeros(shape)
+            table = yield sent.reshape(-1), self.axis
+            return table.view(self.axis.size, *shape)[owner]
         table = yield share.detach().reshape(-1), self.axis
         return table.view(share.shape[0] * self.axis.size, *share.shape[1:])
 
     def full_shape(self, name: str, share: torch.Size) -> torch.Size:
         """Returns the shape of a parameter with all its experts."""
-        return torch.Size([self.experts[name], *share[1:]]) if name in self.experts else share
+        if name not in self.dealt:
+            return share
+        stack = self.dealt[name][0]
+        return torch.Size([self.rows[name] if stack.members else stack.experts, *share[1:]])
 
 
 def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *, traced: bool = False) -> None:
@@ -152,18 +192,32 @@ def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *,
     module.register_forward_hook(lambda m, a, o: trail.mark(_END))
     for stack in experts.stacks:
         child = module.get_submodule(stack.path)
-        dispatched = _dispatched(child, stack, experts.axis, trail)
+        dispatch = _dispatched_by_members if stack.members else _dispatched
+        dispatched = dispatch(module, child, stack, experts.axis, trail)
         child.forward = torch.compiler.disable(dispatched) if traced else dispatched
 
 
-def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
-    """Returns a forward that sends every row to the rank that holds its expert, and brings results back."""
+def _dispatched_by_members(module: nn.Module, child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
+    """Returns a forward that runs twice, around an exchange of the rows that it gives to its experts."""
     own = child.forward
+    listed = ListedExperts(stack.path, [module.get_submodule(path) for path in stack.members], stack.keys, axis)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        trail.mark(f"the experts '{stack.path}'")
+        return listed.run(child, own, args, kwargs)
+
+    return forward if stack.call is None else _of_own_rows(child, stack, forward)
+
+
+def _dispatched(module: nn.Module, child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
+    """Returns a forward that sends every row to the rank that holds its expert, and brings results back."""
+    assert stack.call is not None, "stacked experts are called by rows, experts and weights"
+    own, call = child.forward, stack.call
     per_rank = stack.experts // axis.size
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(*values: torch.Tensor) -> Any:
-            new_args, new_kwargs = stack.call.made(args, kwargs, *values)
+            new_args, new_kwargs = call.made(args, kwargs, *values)
             with counting(child, stack.counters, per_rank):  # its code loops over as many experts as lie here
                 return own(*new_args, **new_kwargs)
 
@@ -171,7 +225,7 @@ def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any
             return through_owners(rows, index, weight, stack.experts, axis, compute)
 
         trail.mark(f"the experts '{stack.path}'")
-        return of_own_rows(exchanged, *stack.call.read(args, kwargs))
+        return of_own_rows(exchanged, *call.read(args, kwargs))
 
     return forward
 
@@ -196,7 +250,7 @@ def on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> AbstractContextMa
 
     Which experts it would come to hangs on values.
     """
-    choosing = {module.get_submodule(stack.path): stack.call for stack in stacks if not stack.experts}
+    choosing = {module.get_submodule(stack.path): stack.call for stack in stacks if stack.chooses}
     handing = {
         child: lambda *args, call=call, **kwargs: call.read(args, kwargs)[0] * 1 for child, call in choosing.items()
     }
@@ -211,20 +265,21 @@ def compute_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> None:
 
 def _on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Callable[..., Any]]:
     children = {module.get_submodule(stack.path): stack for stack in stacks}
-    return {child: _of_own_rows(child, stack) for child, stack in children.items()}
+    return {child: _of_own_rows(child, stack, child.forward) for child, stack in children.items()}
 
 
-def _of_own_rows(child: nn.Module, stack: Stack) -> Callable[..., Any]:
-    """Returns a forward that runs the module's own on this rank's rows of a call (`exchange.of_own_rows`)."""
-    own = child.forward
+def _of_own_rows(child: nn.Module, stack: Stack, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that runs `own` on this rank's rows of a call of the module (`exchange.of_own_rows`)."""
+    assert stack.call is not None, "only modules that treat rows apart are given a rank's own"
+    call = stack.call
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(*values: torch.Tensor) -> Any:
-            new_args, new_kwargs = stack.call.made(args, kwargs, *values)
+            new_args, new_kwargs = call.made(args, kwargs, *values)
             return own(*new_args, **new_kwargs)
 
         before = [(name, way, child.get_buffer(name).clone()) for name, way in stack.sums]
-        made = of_own_rows(compute, *stack.call.read(args, kwargs))
+        made = of_own_rows(compute, *call.read(args, kwargs))
         with torch.no_grad():
             for name, way, buffer in before:
                 _add_up(child.get_buffer(name), way, buffer, axes_of(made))

@@ -11,8 +11,7 @@ which together is all that sending pairs to the holders of their experts relies 
 
 The random parameters overlap in memory, so that the trial of a large stack needs the memory of one expert.
 
-What this does not do: recognise experts that are modules of their own (a list of MLPs), whose parameters are not
-stacked.
+Experts that are modules of their own, in a list, are met in the same forward (`listed`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,15 +31,17 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert.choosing import Choices, sums_of_rows
 from shardwise.parallel.expert.expert_forward import ExpertCall, Stack, counting, other_forwards
+from shardwise.parallel.expert.listed import ListedCalls, alike_lists, dealt_lists
+from shardwise.parallel.expert.trial_weights import random_weight, random_weights
 from shardwise.trace.deferred import Built
-from shardwise.trace.fake import Fake, unlogged
+from shardwise.trace.fake import Fake
+from shardwise.trace.known_values import as_real, given_to, known_values_read, values
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.module_state import ModuleState
 from shardwise.trace.stand_in import standing_in
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value
-_SHIFT = 16  # elements between the random values of one expert and the next
 _TOKENS = 5
 
 
@@ -53,9 +54,11 @@ def find_experts(
     run    (module, batch) -> anything: one forward as the engine runs it, on tensors of `dtype_of` each
     Raises `RefusedPlan` with the reason where there is none, or one that is experts by its call and fails the trial.
     """
-    calls, touched, by_expert = _look(built, batch, run, dtype_of)
+    calls, touched, by_expert, listed = _look(built, batch, run, dtype_of)
     module = built.module
     stacks = [_tried(built, path, seen, ranks) for path, seen in calls.items()]
+    of_lists, reasons = dealt_lists(built, listed, ranks)
+    stacks += of_lists
     # no module is called with tokens and experts: the reason depends on how this one deals its rows
     if not stacks and by_expert:
         path, shape = next(iter(by_expert.items()))
@@ -65,15 +68,19 @@ def find_experts(
             "tokens (T, H), experts (T, k) as integers and weights (T, k). tp cuts the matrices of "
             "such a product: use tp, or ep=1"
         )
+    if not stacks and reasons:
+        raise RefusedPlan(f"ep={ranks}: {reasons[0]}: tp and zero=3 take it as it is; use those, or ep=1")
     if not stacks:
         raise RefusedPlan(
-            f"ep={ranks}: no experts were found: a module that holds parameters (E, ...) and is called with tokens "
-            "(T, H), experts (T, k) as integers and weights (T, k). Experts in a list, or dealt by an einsum, are held "
-            "in one such module, which loops over len(self.w) and is given weights of 0 for what is dropped "
+            f"ep={ranks}: no experts were found: modules in a list, each given rows that were chosen and that do not "
+            "hang on what another gave, or a module that holds parameters (E, ...) and is called with tokens (T, H), "
+            "experts (T, k) as integers and weights (T, k). Stacked experts that an einsum deals are held in such a "
+            "module, which loops over len(self.w) and is given weights of 0 for what is dropped "
             "(docs/techniques/expert.md has it); tp and zero=3 take them as they are"
         )
     for stack in stacks:
-        _refuse_shared(module, stack, touched, ranks)
+        if not stack.members:  # those have been asked (`_dealt_lists`)
+            _refuse_shared(module, stack, touched, ranks)
     return stacks
 
 
@@ -82,7 +89,7 @@ def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any]
     stacks = []
     choices = Choices(built.module)
     with choices.watching():
-        seen_by_path = _look(built, batch, run, dtype_of)[0]
+        seen_by_path = _look(built, batch, run, dtype_of).calls
     for path, seen in seen_by_path.items():
         try:
             stacks.append(_tried(built, path, seen, 1))
@@ -91,30 +98,18 @@ def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any]
     tried = {stack.path for stack in stacks}
     for path, chosen in choices.calls.items():
         child = built.module.get_submodule(path)
-        sums = None if not path or path in tried else sums_of_rows(child, chosen, _values_of(built, path))
+        sums = None if not path or path in tried else sums_of_rows(child, chosen, random_weights(built, path))
         if sums is not None:
             stacks.append(Stack(path, 0, (), chosen.call, sums=tuple(sums.items())))
     return stacks
-
-
-def _values_of(built: Built, path: str) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Returns a function (name, tensor) -> random weights of a module in float64, and its own buffers."""
-    generator = torch.Generator().manual_seed(0)
-
-    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return _random(tensor, torch.float64, generator, stacked=False)
-        own = built.value(f"{path}.{name}")
-        return own.to(torch.float64 if own.is_floating_point() else None, copy=True)
-
-    return value
 
 
 def holds_experts(
     built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf
 ) -> bool:  # fmt: skip
     """Returns whether any module is called as experts are; see `find_experts`."""
-    return bool(_look(built, batch, run, dtype_of)[0])
+    look = _look(built, batch, run, dtype_of)
+    return bool(look.calls or look.listed.calls())
 
 
 def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: int) -> None:
@@ -162,15 +157,24 @@ class _Touched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_Look = tuple[dict[str, CandidateCall], set[str], dict[str, tuple[int, ...]]]
+class _Look(NamedTuple):
+    """What one forward shows.
+
+    calls      of candidates, by path
+    touched    names of parameters that are used outside of candidates
+    by_expert  path of a module of stacked matrices that is given rows of each, and the shape of these
+    listed     which lists of modules are called as experts are
+    """
+
+    calls: dict[str, CandidateCall]
+    touched: set[str]
+    by_expert: dict[str, tuple[int, ...]]
+    listed: ListedCalls
 
 
 def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> _Look:
-    """Returns (calls of candidates by path, names of parameters that are used outside of candidates, `by_expert`).
-
-    by_expert  path of a module of stacked matrices that is given rows of each, and the shape of these
-    """
-    with unlogged():
+    """Returns what one forward shows, on tensors without values if it can run on these (routing: `known_values`)."""
+    with as_real():
         try:
             return _forward(built, batch, run, dtype_of, Fake())
         except Exception:  # whatever a forward does that tensors without values cannot: real ones decide
@@ -190,15 +194,16 @@ def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: F
         with fake:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype_of(tensor), device="cpu")
 
-    batch = batch if fake is None else tree_map_only(torch.Tensor, fake.from_tensor, batch)
+    batch = batch if fake is None else given_to(fake, batch)
     try:
         with standing_in(module, make) as named, _watched(module, calls, by_expert), torch.random.fork_rng(devices=[]):
-            touched = _Touched({id(param): name for name, param in named.items()})
-            with torch.enable_grad(), fake or nullcontext(), touched:
+            touched, listed = _Touched({id(param): name for name, param in named.items()}), ListedCalls(module)
+            known = nullcontext() if fake is None else values(fake, draws=True)
+            with torch.enable_grad(), known, known_values_read(), touched, listed.watching():
                 run(module, batch)
     finally:
         state.restore()
-    return calls, touched.seen, by_expert
+    return _Look(calls, touched.seen, by_expert, listed)
 
 
 def _watched(
@@ -215,10 +220,11 @@ def _watched(
 
 
 def _first_dims(child: nn.Module) -> list[int]:
-    """Returns the sizes of its parameters' first dims, the parameter with most elements first."""
+    """Returns the sizes of its parameters' first dims, the parameter with most elements first; not those of lists."""
     elements: dict[int, int] = {}
+    listed = {id(param) for alike in alike_lists(child) for member in alike for param in member.parameters()}
     for param in child.parameters():
-        if param.dim() >= 2 and param.shape[0] >= 2:
+        if param.dim() >= 2 and param.shape[0] >= 2 and id(param) not in listed:
             elements[param.shape[0]] = elements.get(param.shape[0], 0) + param.numel()
     return sorted(elements, key=lambda size: -elements[size])
 
@@ -313,7 +319,7 @@ def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stac
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
         # buffers (tables, counters) have the values that the forward expects; of weights any will do
         if isinstance(tensor, nn.Parameter):
-            made[name] = _random(tensor, dtype, generator, stacked=name in leaves)
+            made[name] = random_weight(tensor, dtype, generator, stacked=name in leaves)
             return made[name]
         value = built.value(f"{stack.path}.{name}")
         return value.to(dtype if value.is_floating_point() else None, copy=True)
@@ -325,20 +331,6 @@ def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stac
             return replace(stack, counters=trial.counters(ranks))
     finally:
         state.restore()
-
-
-def _random(param: torch.Tensor, dtype: torch.dtype, generator: torch.Generator, *, stacked: bool) -> torch.Tensor:
-    """Returns values of about the size that keeps activations at 1; those of experts overlap in memory."""
-    count, shape = (param.shape[0], param.shape[1:]) if stacked else (1, param.shape)
-    elements = max(shape.numel(), 1)
-    size = max(elements / max(shape), 1) if shape else 1.0
-    flat = torch.randn(elements + (count - 1) * _SHIFT, dtype=torch.float32, generator=generator).to(dtype)
-    flat *= max(max(shape, default=1), size) ** -0.5
-    if not stacked:
-        return flat.view(shape)
-    strides = torch.empty(shape, device="meta").stride()
-    # expert e begins e * _SHIFT elements further on: others differ from it, in the memory of one
-    return flat.as_strided((count, *shape), (_SHIFT, *strides))
 
 
 class _Trial:

@@ -1,0 +1,45 @@
+"""Experts that are modules of their own in a list, on ranks of `ep`: equal to one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise import verify
+from shardwise.layout.plan import SCHEDULES
+from shardwise.layout.schedule_kinds import KINDS
+from shardwise.ranks import RankPool
+
+KINDS_OF_LISTS = ("by_index", "by_mask", "sorted_rows", "by_choice", "slots", "by_name")
+CASES = [
+    ("by_index", "dp_shard=2,ep=2"), ("sorted_rows", "dp_shard=4,ep=2,zero=1"), ("by_name", "dp_shard=2,ep=2,zero=0"),
+    ("skipping", "dp_shard=2,ep=2,zero=2,accumulate=2"), ("by_mask", "dp_shard=2,ep=2,zero=2,accumulate=4"),
+    ("frozen", "dp_shard=2,ep=2"), ("by_mask", "pp=2,dp_shard=2,ep=2,zero=1"),
+    ("by_index", "tp=2,dp_shard=2,ep=2,zero=2"), ("words", "cp=2,dp_shard=2,ep=4,zero=1"),
+    ("kept_losses", "dp_replicate=2,dp_shard=2,ep=2,remat=full"),
+]  # fmt: skip
+PLANS = [
+    *(f"dp_shard=2,ep=2,zero={zero}" for zero in range(4)), *(f"dp_shard=4,ep=2,zero={zero}" for zero in range(4)),
+    "dp_replicate=2,dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2,zero=1,accumulate=3", "dp_shard=4,ep=4,zero=2",
+    "tp=2,dp_shard=2,ep=2", "tp=2,sp=true,dp_shard=2,ep=2,zero=1", "dp_shard=2,ep=2,remat=selective,accumulate=2",
+    *(f"pp=2,dp_shard=2,ep=2,schedule={schedule},microbatches=4,zero={zero}" for schedule in SCHEDULES
+      for zero in ((2, 0) if KINDS[schedule].split else (3, 1))),
+    "pp=2,dp_shard=2,ep=2,remat=full", "pp=2,tp=2,dp_shard=2,ep=2,zero=1",
+]  # fmt: skip
+INNER = ["cp=2,ep=2", "cp=4,ep=4,zero=1", "cp_ulysses=2,dp_shard=2,ep=4", "cp=2,tp=2,ep=2", "cp=2,dp_shard=2,ep=2,pp=2"]
+LONG = [(name, plan) for name in (*KINDS_OF_LISTS, "skipping", "kept_losses", "frozen") for plan in PLANS]
+LONG += [(name, plan) for name in ("words", "words_by_mask", "words_with_slots") for plan in INNER]
+LONG += [("words_by_sample", plan) for plan in PLANS[:8]]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_equal_to_one_process(name: str, plan: str, pool: RankPool) -> None:
+    parity = verify(f"listed_tasks:{name}", plan, clip_norm=0.5, pool=pool, timeout_s=120)
+    assert parity.parity, parity.text()
+    assert parity.float64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "plan"), LONG)
+def test_equal_to_one_process_in_full(name: str, plan: str, pool: RankPool) -> None:
+    parity = verify(f"listed_tasks:{name}", plan, clip_norm=0.5, pool=pool, timeout_s=240)
+    assert parity.parity, parity.text()
