@@ -121,7 +121,7 @@ def gradients(state: RankState, parts: list[Share], clip: float | None = None) -
     try:
         return complete(state, tally)
     except NotFinite as error:  # raised on every rank, so that all look into their batches
-        if state.tier is not None and state.tier.undo is not None:
+        if clip is None and state.tier is not None and state.tier.undo is not None:
             state.tier.take_back()
         raise name_bad_input(state, parts, error) from None
 
