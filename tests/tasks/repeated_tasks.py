@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,28 @@ class OwnDraws(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x * scale * self.calls
+
+
+class OwnAverages(torch.optim.AdamW):
+    """Holds an average of each weight in an attribute of its own, beside its state, and pulls weights to it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, lr=lr)
+        self.averages: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Takes AdamW's step, then a hundredth of the way to the averages."""
+        super().step()
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            average = self.averages.setdefault(param, torch.zeros_like(param))
+            average.lerp_(param, 0.1)
+            param.lerp_(average, 0.01)
+
+
+def own_averages() -> Task:
+    """Returns a task with the optimizer `OwnAverages`."""
+    return own_draws().with_(name="own-averages", optimizer=OwnAverages)
 
 
 def own_draws() -> Task:

@@ -104,6 +104,8 @@ class StateTiers:
         for place in self.places:
             place.begin()
         self._choose = self._open.enter_context(only(self.optimizer))
+        if self.undo is not None:
+            self.undo.begin(self.optimizer)
 
     def update(self, number: int, step: Callable[[], T], following: int | None = None, *, kept: bool = False) -> T:
         """Run the optimizer's `step` for a sub-group, by its number.
@@ -156,6 +158,7 @@ class StateTiers:
         self._stop()
         self._choose([])  # options of groups, and the optimizer's own attributes, as they were
         self._open.close()
+        self.undo.put_back_beside()
         pairs, number_of = self.masters(), {id(group): number for number, (_, group) in enumerate(self.groups)}
         for _, group in self._begun:
             self.undo.put_back(number_of[id(group)])

@@ -5,7 +5,7 @@
 
 State that rests in the disk's file needs no copy: a step reads one half and writes the other. Weights, which lie in
 memory, go to a second file through the page cache, so that what is held of them is the kernel's to take back. What an
-optimizer keeps elsewhere, numbers mostly (how many steps there were), is copied in memory.
+optimizer keeps elsewhere, numbers mostly (how many steps there were), and attributes of its own, are copied in memory.
 
 Bytes on the disk in a step: the weights that a rank updates, written once; read where the step is taken back.
 """
@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.errors import RefusedPlan
 from shardwise.tiers.scratch import ELSEWHERE, ScratchFile
+from shardwise.trace.module_state import PassedState
 
 LOST = "Weights and the optimizer's state belong to different steps: nothing is saved of this run from here on."
 
@@ -35,6 +37,7 @@ class Undo:
         self.size = sum(sizes)
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self._puts: dict[int, list[Callable[[], Any]]] = {}
+        self._beside = PassedState()
         try:
             self.file.reserve(0, max(1, self.size))
         except OSError as error:
@@ -44,9 +47,16 @@ class Undo:
                 f"of this rank's weights ({error.strerror}): {ELSEWHERE}"
             ) from error
 
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note what an optimizer holds beside its state, and in its groups' options, before a step."""
+        beside = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
+        options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+        self._beside = PassedState(beside, options, written=True)
+
     def forget(self) -> None:
-        """Forget the copies of the step before."""
+        """Forget the copies of the step that is done."""
         self._puts.clear()
+        self._beside = PassedState()
 
     def keep(
         self, number: int, weights: Sequence[torch.Tensor], state: dict[Any, Any], params: Sequence[nn.Parameter],
@@ -66,6 +76,11 @@ class Undo:
             puts.append(partial(self._read_back, tensor, tensor.detach(), at))
             at += len(content)
         self._puts[number] = puts
+
+    @torch.no_grad()
+    def put_back_beside(self) -> None:
+        """Let what an optimizer holds beside its state have the contents that it had."""
+        self._beside.restore()
 
     @torch.no_grad()
     def put_back(self, number: int) -> None:
