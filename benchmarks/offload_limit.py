@@ -1,12 +1,13 @@
 """A run that needs more memory than its process may have, with a disk's tier and without.
 
     python benchmarks/offload_limit.py [optimizer | activations] [LIMIT_GB]
-    python benchmarks/offload_limit.py parameters
+    python benchmarks/offload_limit.py parameters | clipped
 
 optimizer    201.5 million parameters in bf16, AdamW with amsgrad: 16 bytes of state and masters for each
 activations  3.2 million parameters, 3,072 rows: 96 blocks keep 0.8 GB for backward
 
 parameters   157 million parameters in fp32 on 2 ranks of zero=3, AdamW: 12 of 16 bytes lie on the disk; no limit
+clipped      the same with gradients=as_made: without clipping, with a bound that no norm exceeds, and one that all do
 
 One process each, but for the last. The limit is RLIMIT_DATA, under which malloc is to map large blocks alone, so that
 what is freed does not count. The forecast is of tensors: the interpreter and torch's libraries, resident after a step
@@ -23,6 +24,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -59,7 +61,7 @@ class Case:
     width: int
     layers: int
     rows: int
-    plans: tuple[str, str]
+    plans: tuple[str, ...]
     limit_gb: float
     optimizer: partial
 
@@ -109,7 +111,7 @@ def run(case: Case, plan: str, limit_gb: float) -> None:
     print(f"  {sizes}; peak resident {peak:.2f} GB, {before:.2f} of it after a step of a small one")
 
 
-def peak_gb(case: Case, plan: str) -> tuple[float, float, list[float]]:
+def peak_gb(case: Case, plan: str, clip: float | None = None) -> tuple[float, float, list[float]]:
     """On a rank: returns the peak resident beyond a step of a small model, bytes in the file, seconds of each step."""
     small = replace(case, width=64, layers=4, rows=64)
     engine = parallelize(small.task(), plan)
@@ -119,7 +121,7 @@ def peak_gb(case: Case, plan: str) -> tuple[float, float, list[float]]:
     gc.collect()
     before = resident_gb()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
-    engine, seconds = parallelize(case.task(), plan), []
+    engine, seconds = parallelize(case.task(), plan, clip_norm=clip), []
     for _ in range(STEPS):
         began = time.perf_counter()
         engine.step(case.batch(0))
@@ -130,14 +132,15 @@ def peak_gb(case: Case, plan: str) -> tuple[float, float, list[float]]:
     return peak_kb * 1024 / 1e9 - before, on_disk, seconds
 
 
-def on_two_ranks(case: Case) -> None:
-    """Print the peak of both ranks, without a limit, and its forecast."""
-    for plan in case.plans:
+def on_two_ranks(case: Case, bounds: tuple[float | None, ...] = (None,)) -> None:
+    """Print the peak of both ranks, without a limit, and its forecast; under each of the bounds on the norm."""
+    for plan, clip in product(case.plans, bounds):
         with RankPool(threads=1, quiet=True) as pool:
-            rows = pool.run(peak_gb, 2, case, plan, timeout_s=500)
+            rows = pool.run(peak_gb, 2, case, plan, clip, timeout_s=500)
             peaks = " and ".join(f"{peak:.3f}" for peak, _, _ in rows)
             steps = ", ".join(f"{seconds:.1f}" for seconds in rows[0][2])
-            print(f"{plan}: forecast of tensors {forecast_gb(case, plan):.3f} GB", flush=True)
+            told = "" if clip is None else f", norms up to {clip:g}"
+            print(f"{plan}{told}: forecast of tensors {forecast_gb(case, plan):.3f} GB", flush=True)
             print(f"  peak resident beyond a small model's {peaks} GB, disk {rows[0][1]:.2f} GB, steps of {steps} s")
 
 
@@ -155,6 +158,9 @@ def forecast_gb(case: Case, plan: str) -> float:
 
 def main() -> None:
     args = sys.argv[1:]
+    if args == ["clipped"]:
+        plan = "dp_shard=2,zero=3,offload=optimizer:disk,gradients=as_made"
+        return on_two_ranks(replace(CASES["parameters"], plans=(plan,)), (None, 1e6, 1e-6))
     name = args.pop(0) if args and args[0] in CASES else "optimizer"
     case = CASES[name]
     if not case.limit_gb:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -329,17 +329,27 @@ def generators(device: torch.device) -> list[bytes]:
     return [state.numpy().tobytes() for state in (torch.get_rng_state(), own) if state is not None]
 
 
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Context: puts the states of torch's generators, the CPU's and the current device's, back at the end."""
+def generators_now() -> Callable[[], None]:
+    """Returns a function that puts torch's generators, the CPU's and the current device's, to where they are now."""
     device = current_device()
     state, own = torch.default_generator.get_state(), generator_state(device)
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         torch.default_generator.set_state(state)
         if own is not None:
             set_generator_state(device, own)
+
+    return put_back
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Context: puts the states of torch's generators, the CPU's and the current device's, back at the end."""
+    put_back = generators_now()
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def allow_cudnn(yes: bool) -> bool:

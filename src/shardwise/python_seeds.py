@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -18,15 +18,25 @@ def seed_python(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-@contextmanager
-def python_restored() -> Iterator[None]:
-    """Context: Python's and numpy's generators are afterwards as they were before."""
+def python_kept() -> Callable[[], None]:
+    """Returns a function that puts Python's and numpy's generators back to where they are now."""
     kept = random.getstate()
     numpy = sys.modules.get("numpy")
     kept_numpy = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         random.setstate(kept)
         if numpy is not None:
             numpy.random.set_state(kept_numpy)
+
+    return put_back
+
+
+@contextmanager
+def python_restored() -> Iterator[None]:
+    """Context: Python's and numpy's generators are afterwards as they were before."""
+    put_back = python_kept()
+    try:
+        yield
+    finally:
+        put_back()

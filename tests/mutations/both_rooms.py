@@ -51,7 +51,7 @@ STEP = [
         "self.samples = count", RUN, MICRO),
     bug("an evaluation trains", "step.train_step:evaluate", "set_training(state.module, False)",
         "set_training(state.module, True)", RUN, TWO),
-    bug("gradients are clipped where they are short", "step.normalise:normalise", "min(1.0, state.clip_norm",
+    bug("gradients are clipped where they are short", "step.normalise:clip_of", "min(1.0, state.clip_norm",
         "max(1.0, state.clip_norm", RUN, TWO),
     bug("the loss leaves extra terms out", "step.normalise:normalise",
         "(agreed.total + sum(agreed.extras.values())) / weight", "agreed.total / weight", M + "moe", TWO),

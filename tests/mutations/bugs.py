@@ -9,6 +9,7 @@ from mutations.plant import Bug
 M = "shardwise.models.tasks:"
 HERE = "mutations.tasks:"
 A = "adapter_tasks:"
+CLIPPED = "dp_shard=2,zero=1,offload=optimizer:disk,gradients=as_made"
 
 
 def bug(name: str, where: str, old: str, new: str, task: str, plan: str, ranks: Any = None, **options: Any) -> Bug:
@@ -137,7 +138,7 @@ STEP = [
     bug("the norm counts replicas", "step.normalise:normalise",
         "agreed.square_norms[: state.mesh.shard.size] if", "agreed.square_norms if", M + "mlp",
         "dp_replicate=2,dp_shard=2,zero=2"),
-    bug("clipping without its 1e-6", "step.normalise:normalise",
+    bug("clipping without its 1e-6", "step.normalise:clip_of",
         "state.clip_norm / (norm + 1e-6)", "state.clip_norm / norm", M + "mlp", "dp_replicate=2", clip_norm=0.05),
     bug("gradients are clipped twice", "step.normalise:normalise",
         "torch._foreach_mul_(alike, clip / divisor)", "torch._foreach_mul_(alike, clip * clip / divisor)",
@@ -618,7 +619,7 @@ RUNS = [
         "state.schedule(state.steps_done)", "state.schedule(2 * state.steps_done)", RUN, "dp_replicate=2"),
     bug("the learning rate is multiplied step by step", "step.train_step:_set_learning_rate",
         "base * factor", 'group["lr"] * factor', RUN, "dp_replicate=2"),
-    bug("the norm is clipped by half", "step.normalise:normalise",
+    bug("the norm is clipped by half", "step.normalise:clip_of",
         "state.clip_norm / (norm + 1e-6)", "state.clip_norm / 2 / (norm + 1e-6)", RUN, "dp_shard=2,zero=3"),
     bug("every epoch has the first one's order", "data.order:Order._within",
         "epoch_keys(self.seed, epoch)", "epoch_keys(self.seed, 0)", RUN, "dp_replicate=2"),
@@ -802,6 +803,26 @@ TIERS = [
     bug("a shard's gradient is freed before it is used", "parallel.full:FullShard._reduced",
         "self._arrived([slot], index, None)", "pass; slot.master.grad = None", M + "decoder",
         "dp_shard=2,zero=3,gradients=as_made"),
+    bug("a step is taken back but for one unit's weights", "tiers.state_tiers:StateTiers.take_back",
+        "self.undo.put_back(number_of[id(group)])",
+        "number_of[id(group)] == 1 or self.undo.put_back(number_of[id(group)])", M + "decoder", CLIPPED,
+        clip_norm=0.05),
+    bug("a step is taken back but for state on the disk", "tiers.state_tiers:StateTiers.take_back",
+        "self._rest_again(entry, group)", "entry.param is None and self._rest_again(entry, group)", M + "decoder",
+        CLIPPED, clip_norm=0.05),
+    bug("a step that is taken back is counted", "tiers.undo:_of_state",
+        "value.detach().clone())", "value.detach())", M + "decoder", CLIPPED, clip_norm=0.05),
+    bug("weights in bf16 are not taken back", "tiers.state_tiers:StateTiers.take_back",
+        "weight.copy_(master)", "pass", M + "decoder", CLIPPED + ",precision=bf16", clip_norm=0.05),
+    bug("the norm of gradients used as made lacks a bucket", "step.as_made:AsMade._take",
+        "self.flats[number] = norms_of([flat])", "self.flats[number] = norms_of([flat * (number > 0)])", M + "decoder",
+        CLIPPED, clip_norm=0.05),
+    bug("gradients used as made are clipped twice", "step.as_made:AsMade.begin",
+        "self._clip / divisor_of", "self._clip * self._clip / divisor_of", M + "decoder", CLIPPED, clip_norm=0.05),
+    bug("a repeated step draws on", "step.repeat:Before.__init__",
+        "[module.restore, ", "[", "repeated_tasks:own_draws", CLIPPED, clip_norm=0.05),
+    bug("rank 1 alone lets a step stand", "step.repeat:clipped_late",
+        "clip != 1.0", "False", M + "decoder", CLIPPED, (1,), clip_norm=0.05),
     bug("ranks draw by their own number", "engine.tiers:_draws",
         "state.steps_done", "state.steps_done + 100 * state.mesh.rank", M + "decoder",
         "dp_replicate=2,optimizer_state=bf16"),

@@ -63,9 +63,9 @@ def made(name: str | Callable[[], Task], plan: str, steps: int = STEPS) -> dict[
     forced, size, update = places.has_own_memory, subgroups.SUBGROUP_BYTES, StateTiers.update
     early, held = [0], [0]
 
-    def noted(tier: StateTiers, *args: Any) -> Any:
+    def noted(tier: StateTiers, *args: Any, **options: Any) -> Any:
         early[0] += bool(torch._C._current_graph_task_id() != -1)
-        return update(tier, *args)
+        return update(tier, *args, **options)
 
     places.has_own_memory, subgroups.SUBGROUP_BYTES, StateTiers.update = lambda device: True, 20_000, noted
     try:
@@ -189,7 +189,7 @@ def refused(name: str | Callable[[], Task], plan: str, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "plan", "options", "words"),
     [
-        ("mlp", "", {"clip_norm": 1.0}, "clip_norm scales gradients by the norm of all of them"),
+        ("mlp", "", {"clip_norm": 1.0}, "clip_norm looks at the norm of all gradients"),
         ("mlp", "", {"on_nonfinite": "skip"}, "looks at the norm of all gradients"),
         (adafactor, "dp_shard=2,zero=1", {}, "updates whole tensors on their owners"),
     ],

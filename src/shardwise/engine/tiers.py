@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import proxy
 
 import torch
@@ -32,6 +33,7 @@ from shardwise.tiers import (
     StateFile,
     StateTiers,
     Subgroup,
+    Undo,
     Unit,
     element_draws,
     kept_for,
@@ -84,7 +86,8 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
     technique = proxy(state.technique)
     return StateTiers(
         state.optimizer, placed_groups, lambda: technique.wide_masters() if rounds else [], params, rounds=rounds,
-        shards=state.shards, draws=_draws(state) if state.plan.optimizer_state != "full" else None,
+        shards=state.shards, undo=partial(Undo, rank=state.mesh.rank) if _may_take_back(state) else None,
+        draws=_draws(state) if state.plan.optimizer_state != "full" else None,
     )  # fmt: skip
 
 
@@ -170,12 +173,20 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
         )
 
 
+def _may_take_back(state: RankState) -> bool:
+    """Whether a step may be repeated or left out when the norm of its gradients is known, some of them used before."""
+    return state.plan.gradients == "as_made" and (state.clip_norm is not None or state.on_nonfinite == "skip")
+
+
 def _refuse_as_made(state: RankState) -> None:
-    if state.clip_norm is not None:
-        why = "clip_norm scales gradients by the norm of all of them, which is known after backward"
-    elif state.on_nonfinite == "skip":
-        why = 'on_nonfinite="skip" looks at the norm of all gradients before any weight is updated'
-    elif state.owners is not None:
+    if _may_take_back(state) and placements(state.plan.offload, "optimizer") != (Placement("optimizer", "disk"),):
+        late = "clip_norm" if state.clip_norm is not None else 'on_nonfinite="skip"'
+        raise RefusedPlan(
+            f"gradients=as_made: {late} looks at the norm of all gradients, known when weights have moved, and a step "
+            "is taken back from the half of a disk's file that it only read: use offload=optimizer:disk, or leave "
+            "gradients out"
+        )
+    if state.owners is not None:
         why = f"{type(state.optimizer).__name__} updates whole tensors on their owners, to which all gradients go first"
     elif state.written:
         why = "the forward writes into weights, which masters follow after backward"

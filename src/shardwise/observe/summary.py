@@ -28,9 +28,10 @@ def _plan(summary: dict[str, Any]) -> str:
 
 def _steps(summary: dict[str, Any]) -> str:
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
+    repeated = f", {summary['repeated']} repeated to be clipped" if summary.get("repeated") else ""
     before = summary.get("before", 0)  # taken by the run that this one goes on from
     here = f", the last {summary['steps'] - before}" if before else ""
-    return f"{summary['steps']}{here} in {summary['seconds']:.1f} s{skipped}"
+    return f"{summary['steps']}{here} in {summary['seconds']:.1f} s{skipped}{repeated}"
 
 
 def _loss(summary: dict[str, Any]) -> str:

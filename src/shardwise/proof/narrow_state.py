@@ -30,9 +30,13 @@ STEPS = 5
 
 @dataclass
 class FewSteps:
-    """A few steps' losses; of each weight its digest, and its values before and after them, in float64 (rank 0)."""
+    """A few steps' losses; of each weight its digest, and its values before and after them, in float64 (rank 0).
+
+    repeated  how many of the steps were repeated
+    """
 
     losses: list[float] = field(default_factory=list)
+    repeated: int = 0
     digests: dict[str, str] = field(default_factory=dict)
     before: dict[str, torch.Tensor] = field(default_factory=dict)
     after: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -57,7 +61,7 @@ def _run(task: Task, plan: Plan, settings: Settings) -> FewSteps:
         if not step:
             run.before = _weights(engine)
         run.losses.append(float(engine.step(global_batch(task, settings, step)).loss))
-    run.after = _weights(engine)
+    run.after, run.repeated = _weights(engine), engine.state.repeated_steps
     run.digests = {name: digest(tensor) for name, tensor in engine.full_parameters()}
     if engine.rank:
         run.before, run.after = {}, {}
@@ -89,7 +93,8 @@ def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]], keys: 
             what = f"{len(other)} weights have other bits, '{other[0]}' first" if other else "losses have other bits"
             parity.differences.append(f"{keys}: on rank {rank} {what} than without")
             return
-    parity.notes.append(f"{keys}: after {STEPS} steps in {precision} every bit is that of a run without")
+    repeated = f", {pairs[0][1].repeated} of which were repeated to be clipped," if pairs[0][1].repeated else ""
+    parity.notes.append(f"{keys}: after {STEPS} steps{repeated} in {precision} every bit is that of a run without")
 
 
 def _measure(parity: Parity, plan: Plan, full: FewSteps, coded: FewSteps) -> None:

@@ -9,7 +9,8 @@ the first step. So bits are those of gradients that are held together. Nothing i
 A loss that is not finite, or without weight, is known by then, and its gradients wait as ever. A norm that is not
 finite though the loss is ends the run: weights have moved by then.
 
-What this does not do: clip, or skip a step, which follow from the norm of all gradients.
+Clipping, and leaving out a step, follow from the norm of all gradients. Where the tier can take a step back (its state
+lies on the disk), it is taken as if neither were needed, and repeated or left out where it was: step/repeat.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class AsMade:
         self.forget()
         state.technique.use_as_made(self._take)
 
-    def forget(self) -> None:
-        """Forget the step before."""
+    def forget(self, clip: float | None = None) -> None:
+        """Forget the step before; `clip`: what this one's gradients are clipped by, where a first run has told."""
+        self._clip, self._kept = 1.0 if clip is None else clip, clip is None
         self.flats: dict[int, list[torch.Tensor]] = {}
         self.norms: dict[int, list[torch.Tensor]] = {}
         self._came: dict[int, int] = defaultdict(int)
@@ -62,7 +64,7 @@ class AsMade:
         loss = agreed.total + sum(agreed.extras.values())
         if not math.isfinite(loss) or not agreed.weight > 0:
             return  # all gradients will be looked at
-        self._factor = 1.0 / divisor_of(state, agreed.weight)
+        self._factor = self._clip / divisor_of(state, agreed.weight)
         state.tier.begin()
 
     def _take(self, slots: list[Slot], number: int, flat: torch.Tensor | None) -> None:
@@ -90,7 +92,7 @@ class AsMade:
         if factor != 1.0:
             torch._foreach_mul_([param.grad for param in params if param.grad is not None], factor)
         following = self._before[place + 1 : place + 2] if self._before[place : place + 1] == [group] else []
-        self._state.tier.update(group, self._state.optimizer.step, *following)
+        self._state.tier.update(group, self._state.optimizer.step, *following, kept=self._kept)
         self._order.append(group)
         for param in params:
             param.grad = None

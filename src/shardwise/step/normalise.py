@@ -157,6 +157,11 @@ def divisor_of(state: RankState, weight: float) -> float:
     return weight * (state.scale.value if state.scale is not None else 1.0) * copies
 
 
+def clip_of(state: RankState, norm: float) -> float:
+    """Returns the factor on gradients of this norm: 1.0 where nothing is clipped."""
+    return min(1.0, state.clip_norm / (norm + 1e-6)) if state.clip_norm is not None else 1.0
+
+
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     """Divides gradients by the global weight and clips; returns (`StepResult`, whether all ranks may update)."""
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
@@ -186,7 +191,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
         if state.on_nonfinite != "skip":
             not_finite(state, result)
         return result, False
-    clip = min(1.0, state.clip_norm / (norm + 1e-6)) if state.clip_norm is not None else 1.0
+    clip = clip_of(state, norm)
     # Clipping and division in one product: twice would round twice.
     flat = _as_summed(state)
     gradients = held_gradients(state) if flat is None else flat

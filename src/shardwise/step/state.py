@@ -28,6 +28,7 @@ from shardwise.step.owners import OwnedMasters
 from shardwise.step.scaler import LossScale
 from shardwise.task import Task
 from shardwise.tiers import Activations, ShardFile, StateTiers
+from shardwise.trace.outside_state import Reached
 
 if TYPE_CHECKING:
     from shardwise.step.staged import StagedForward
@@ -39,8 +40,8 @@ class UsedAsMade(Protocol):
     flats: dict[int, list[torch.Tensor]]
     norms: dict[int, list[torch.Tensor]]
 
-    def forget(self) -> None:
-        """Forget the step before."""
+    def forget(self, clip: float | None = None) -> None:
+        """Forget the step before; `clip`: what this one's gradients are clipped by, where a first run has told."""
 
     def begin(self, tally: Tally) -> None:
         """Called before the backward of a step's only micro-batch. Collective."""
@@ -70,6 +71,7 @@ class RankState:
     as_made       which gradients of a step have come, where the plan updates weights within backward
     shards        the file in which shards of weights lie, where the plan has that
     activations   where what blocks keep for backward lies until then, where the plan has that
+    reached       what the code of a step reaches, once it was looked up for one that may be repeated
     used          indices of the parameters that any rank reached in the last step
     terms         extra terms of the loss that the look met, and whether they have a weight of their own
     first_fields  what the first batch held, for the error of a later one
@@ -117,6 +119,7 @@ class RankState:
     as_made: UsedAsMade | None = None
     activations: Activations | None = None
     shards: ShardFile | None = None
+    reached: Reached | None = None
     read: dict[str, str] = field(default_factory=dict)
     backwards: BackwardWrites | None = None  # of the first step
     norms: list[nn.Module] = field(default_factory=list)  # that normalise by batches
@@ -125,6 +128,7 @@ class RankState:
     last_total: int = 0  # samples of the last micro-batch, then
     steps_done: int = 0
     skipped_steps: int = 0
+    repeated_steps: int = 0  # whose gradients had been used before they were to be clipped
 
     @property
     def device(self) -> torch.device:

@@ -30,6 +30,7 @@ from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
 from shardwise.step.normalise import NotFinite, normalise, square_norm
 from shardwise.step.not_finite import name_bad_input
 from shardwise.step.objective import objective_of
+from shardwise.step.repeat import Before, check_same, clipped_late
 from shardwise.step.result import StepResult
 from shardwise.step.sample_states import meet_kept
 from shardwise.step.seeded_draws import drawing, seed_masks
@@ -61,8 +62,11 @@ def train_step(state: RankState, parts: list[Share]) -> StepResult:
 def _step(state: RankState, parts: list[Share]) -> StepResult:
     if state.needs_closure:
         return _with_closure(state, parts)
+    before = Before(state) if state.tier is not None and state.tier.undo is not None else None
     try:
         result, usable = gradients(state, parts)
+        if before is not None:
+            result, usable = _standing(state, parts, before, result, usable)
     except BaseException:
         if state.tier is not None:
             state.tier.abandon()  # some weights may have been updated
@@ -72,14 +76,31 @@ def _step(state: RankState, parts: list[Share]) -> StepResult:
     return _done(state, result, usable)
 
 
-def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
+def _standing(
+    state: RankState, parts: list[Share], before: Before, result: StepResult, usable: bool
+) -> tuple[StepResult, bool]:
+    """Returns what `gradients` did where updates within it stand; else takes these back, and repeats it if usable."""
+    assert state.tier is not None
+    if not usable:
+        state.tier.take_back()
+    elif (clip := clipped_late(state, result)) is not None:
+        state.tier.take_back()
+        before.put_back(state)
+        first, (result, usable) = result, gradients(state, parts, clip)
+        check_same(first, result)
+        state.repeated_steps += 1
+    return result, usable
+
+
+def gradients(state: RankState, parts: list[Share], clip: float | None = None) -> tuple[StepResult, bool]:
     """Run forward and backward over the micro-batches; gradients end up summed, divided and clipped.
 
+    clip   what gradients that are used as they are made are clipped by, where a first run of the step has told
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
     if state.as_made is not None:
-        state.as_made.forget()
+        state.as_made.forget(clip)
     first = state.steps_done == 0
     state.backwards = BackwardWrites(state.module, state.mesh, state.norms) if first else None
     tally = Tally(state.device, state.counts, pieces=state.plan.deterministic)
@@ -100,6 +121,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     try:
         return complete(state, tally)
     except NotFinite as error:  # raised on every rank, so that all look into their batches
+        if clip is None and state.tier is not None and state.tier.undo is not None:
+            state.tier.take_back()
         raise name_bad_input(state, parts, error) from None
 
 

@@ -34,9 +34,10 @@ from shardwise.tiers.shards import ShardFile
 from shardwise.tiers.state_tiers import StateTiers, kept_for, only
 from shardwise.tiers.stores import ExtentFile, HostCopies, Nowhere, Store
 from shardwise.tiers.subgroups import Subgroup, Unit
+from shardwise.tiers.undo import Undo
 
 __all__ = [
     "CODECS", "HALVES", "Activations", "DeviceMemory", "Draw", "ExtentFile", "HostCopies", "HostMemory", "Nowhere",
-    "Place", "Resting", "ShardFile", "StateFile", "StateTiers", "Store", "Subgroup", "Unit", "kept_for", "only",
+    "Place", "Resting", "ShardFile", "StateFile", "StateTiers", "Store", "Subgroup", "Undo", "Unit", "kept_for", "only",
     "rehearsed", "spread", "told_of_none",
 ]  # fmt: skip

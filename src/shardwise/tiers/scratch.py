@@ -24,19 +24,18 @@ class ScratchFile:
     direct  whether it is read and written past the page cache
     """
 
-    def __init__(self, rank: int, suffix: str, lost: str, folder: Path | None = None):
-        """Raises `RefusedPlan` for a folder that is no disk."""
+    def __init__(self, rank: int, suffix: str, lost: str, folder: Path | None = None, direct: bool = True):
+        """direct: past the page cache, where that can be. Raises `RefusedPlan` for a folder that is no disk."""
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
         self.path = self.folder / f"shardwise-{os.getpid()}-rank{rank}.{suffix}"
         self.lost = lost
         refuse_memory(self.folder)
-        self.fd, self.direct = self._opened()
+        self.fd, self.direct = self._opened(getattr(os, "O_DIRECT", 0) if direct else 0)
         os.unlink(self.path)
         self.close = weakref.finalize(self, os.close, self.fd)
 
-    def _opened(self) -> tuple[int, bool]:
+    def _opened(self, direct: int) -> tuple[int, bool]:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        direct = getattr(os, "O_DIRECT", 0)
         try:
             try:
                 return os.open(self.path, flags | direct, 0o600), bool(direct)

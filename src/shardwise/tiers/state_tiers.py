@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from shardwise.tiers.places import DeviceMemory, Place
 from shardwise.tiers.resting import Rest, Resting, SplitRest, lay, wake
 from shardwise.tiers.shards import ShardFile
 from shardwise.tiers.subgroups import BUFFERS, Entry, Path, Spec, Subgroup, spec_of, tensor_at, tensors_of
+from shardwise.tiers.undo import Undo
 
 T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -32,12 +34,14 @@ class StateTiers:
     rounds   `step` puts masters into the module's weights itself, as each sub-group is done
     shards   the file in which the parameters themselves lie, where that is so
     draws    gives, for a parameter and the path of its state, the draws by which that is rounded in this step
+    undo     makes, of the bytes that a step changes of each sub-group in memory, what they are put back from
     """
 
     def __init__(
         self, optimizer: Optimizer, places: Sequence[tuple[Place, list[Subgroup]]],
         masters: Callable[[], list[Pair]], slots: Sequence[nn.Parameter], *, rounds: bool,
         shards: ShardFile | None = None, draws: Callable[[nn.Parameter, Path], Draw] | None = None,
+        undo: Callable[[list[int]], Undo] | None = None,
     ):  # fmt: skip
         self.optimizer = optimizer
         self.draws = draws
@@ -51,6 +55,8 @@ class StateTiers:
         self._in_groups = {id(param) for _, group in self.groups for param in group.params}
         self._moved_masters = {entry.wide for _, group in self.groups for entry in group.entries if entry.param is None}
         self.settle_all()
+        sizes = [sum(tensor.nbytes for tensor in self._in_memory(group)) for _, group in self.groups]
+        self.undo = None if undo is None else undo(sizes)
 
     def check(self) -> None:
         """Raise `RunError` where a step failed on its way: weights and state belong to different steps."""
@@ -80,6 +86,8 @@ class StateTiers:
         self._stepping = False
         for place in self.places:
             place.commit([group for other, group in self._begun if other is place])
+        if self.undo is not None:
+            self.undo.forget()
         self._round_others()
         return result
 
@@ -96,9 +104,15 @@ class StateTiers:
         for place in self.places:
             place.begin()
         self._choose = self._open.enter_context(only(self.optimizer))
+        if self.undo is not None:
+            self.undo.begin(self.optimizer)
 
-    def update(self, number: int, step: Callable[[], T], following: int | None = None) -> T:
-        """Run the optimizer's `step` for a sub-group, by its number; `following`: the one that is read meanwhile."""
+    def update(self, number: int, step: Callable[[], T], following: int | None = None, *, kept: bool = False) -> T:
+        """Run the optimizer's `step` for a sub-group, by its number.
+
+        following  the one that is read meanwhile
+        kept       it may be taken back
+        """
         place, group = self.groups[number]
         if self._fetched != number:
             self._fetch(place, group)
@@ -110,6 +124,9 @@ class StateTiers:
         if self.shards is not None:
             self.shards.wait_for(group.params)
         self._begun.append((place, group))
+        if kept and self.undo is not None:
+            rests = partial(_lies_at_rest, group=group)
+            self.undo.keep(number, self._in_memory(group), self.optimizer.state, group.params, rests)
         self._bring(group)
         self._choose(group.params)
         result = step()
@@ -125,6 +142,32 @@ class StateTiers:
             self._stepping = False
             self._open.close()
             self._go_back([group for _, group in self._begun])
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step has begun and is not done."""
+        return self._stepping
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Let weights and state be what they were before the step that has begun, all of it kept; else do nothing."""
+        if not self._stepping:
+            return
+        assert self.undo is not None
+        self._stepping, self._broken = False, True  # until all of it is put back
+        self._stop()
+        self._choose([])  # options of groups, and the optimizer's own attributes, as they were
+        self._open.close()
+        self.undo.put_back_beside()
+        pairs, number_of = self.masters(), {id(group): number for number, (_, group) in enumerate(self.groups)}
+        for _, group in self._begun:
+            self.undo.put_back(number_of[id(group)])
+            for entry in group.entries:
+                self._rest_again(entry, group)
+                if entry.param is None and entry.spec.codec is None and self.rounds:
+                    weight, master = pairs[entry.wide]
+                    weight.copy_(master)
+        self._broken = False
 
     def settle(self, param: nn.Parameter) -> None:
         """Let the state that a parameter has been given (by a checkpoint) lie in its tier."""
@@ -173,6 +216,8 @@ class StateTiers:
         On the device they are of the "optimizer", and of its "parameters".
         """
         sizes = Counter[str]()
+        if self.undo is not None:
+            sizes["disk"] += self.undo.size
         for place, group in self.groups:
             if isinstance(place, DeviceMemory):
                 for entry in group.entries:
@@ -235,16 +280,28 @@ class StateTiers:
     def _go_back(self, begun: list[Subgroup]) -> None:
         """Let what rested when the step began lie there again, and forget state that came in it."""
         self._broken = True
-        for running in self._running():
-            running.abandon()
+        self._stop()
         for group in begun:
             for entry in group.entries:
-                if entry.rested and entry.spec.codec is not None:
-                    self._lay(entry, self._rest_of(entry, group.rest))
-                elif entry.rested:
-                    self._point(entry, entry.spec.alone(group.rest, entry.offset))
-                elif entry.param is not None:
+                self._rest_again(entry, group)
+                if not entry.rested and entry.param is not None:
                     self.optimizer.state.pop(entry.param, None)
+
+    def _stop(self) -> None:
+        for running in self._running():
+            running.abandon()
+
+    def _rest_again(self, entry: Entry, group: Subgroup) -> None:
+        if entry.rested and entry.spec.codec is not None:
+            self._lay(entry, self._rest_of(entry, group.rest))
+        elif entry.rested:
+            self._point(entry, entry.spec.alone(group.rest, entry.offset))
+
+    def _in_memory(self, group: Subgroup) -> list[torch.Tensor]:
+        """Returns what a step changes of a sub-group's weights that is not written elsewhere: upper halves too."""
+        pairs, masters = self.masters(), [entry for entry in group.entries if entry.param is None]
+        split = [pairs[entry.wide][0] for entry in masters if entry.spec.codec is not None]
+        return [*split, *(param for unit in group.units if unit.master is None for param in unit.params)]
 
     def _round_others(self) -> None:
         if self.rounds:
@@ -332,6 +389,10 @@ def _rests(entry: Entry, tensor: torch.Tensor, group: Subgroup) -> bool:
 def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     start = memory.data_ptr()
     return start <= tensor.data_ptr() < start + memory.numel() * memory.element_size() and memory.numel() > 0
+
+
+def _lies_at_rest(tensor: torch.Tensor, group: Subgroup) -> bool:
+    return isinstance(tensor, Resting) or _lies_in(tensor, group.rest)
 
 
 def _has_gradients(group: Subgroup) -> bool:

@@ -385,6 +385,7 @@ class _Rank:
             "steps": self.job.steps,
             "before": self.first,
             "skipped": self.skipped,
+            "repeated": self.engine.state.repeated_steps,  # since this process began
             "seconds": seconds,
             "step_s": median(seconds for _, seconds in self.step_times) if self.step_times else None,
             "first_loss": self.first_loss,
