@@ -9,6 +9,8 @@ is the answer, its closing mark included, and blanks after that mark left out:
 A template that marks its answers itself ({% generation %}) is asked instead. Content in parts of text goes to a
 template that reads parts as it is, to one that writes content as text joined.
 
+A template may end every text with a mark that it leaves out where messages follow (Phi's): it is the last answer's.
+
 What this does not do: templates that render earlier messages otherwise once there are later ones, without marks of
 their own (some take thoughts out): they are refused.
 """
@@ -16,7 +18,7 @@ their own (some take thoughts out): they are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +79,7 @@ class ChatTemplate:
             earlier = messages[:place]
             before = self._rendered(where, earlier, **options, add_generation_prompt=True) if earlier else ""
             through = self._rendered(where, messages[: place + 1], **options)
-            if not text.startswith(through) or not text.startswith(before):
+            if not text.startswith(before) or not _goes_on(through, text, before, message):
                 raise InputError(
                     f"{where}: the chat template in {self.folder} renders message {place + 1} otherwise when others "
                     "follow, so its answer cannot be found: mark answers in it with {% generation %}"
@@ -150,6 +152,16 @@ def _refused(where: str, folder: Path) -> Iterator[None]:
         raise InputError(f"{where}: the chat template in {folder} refuses it: {first_line(error)}") from error
 
 
+def _goes_on(through: str, text: str, before: str, message: dict[str, Any]) -> bool:
+    """Whether a chat's text goes on from the rendering up to an answer, but for how every rendering ends."""
+    if text.startswith(through):
+        return True
+    shared = _shared(through, text)
+    content = plain_text(message.get("content"))
+    answer = content.strip() if isinstance(content, str) else ""
+    return bool(answer) and text.endswith(through[shared:]) and answer in through[len(before) : shared]
+
+
 def plain_text(content: Any) -> Any:
     """Returns the text of a content in parts of text; any other content as it is."""
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
@@ -157,8 +169,8 @@ def plain_text(content: Any) -> Any:
     return content
 
 
-def _shared(tokens: list[int], others: list[int]) -> int:
-    """Returns how many tokens both begin with."""
+def _shared(tokens: Sequence[Any], others: Sequence[Any]) -> int:
+    """Returns how many tokens, or signs, both begin with."""
     differs = (place for place, (token, other) in enumerate(zip(tokens, others, strict=False)) if token != other)
     return next(differs, min(len(tokens), len(others)))
 
