@@ -147,6 +147,22 @@ def test_options_of_a_line_go_to_the_template(tmp_path: Path) -> None:
     assert source.read([0])["input_ids"][0, : len(expected)].tolist() == expected and same_as_literal(source)
 
 
+SPLIT = CHATML.replace(
+    "{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}"
+)
+
+
+def test_of_an_answer_whose_thoughts_are_left_out_the_rest_is_learned(tmp_path: Path) -> None:
+    theirs = tokenizer(tmp_path, SPLIT)
+    thinking = [{**turn, "content": f"<think>{turn['content']}?</think>{turn['content']}"} for turn in CHAT[1::2]]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [CHAT[0], thinking[0], CHAT[2], thinking[1]]}))
+    source = JsonlSource(path, 400, tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+    labels = source.read([0])["labels"]
+    assert theirs.decode(labels[labels != -100]) == "4<|im_end|><think>6?</think>6<|im_end|>"
+    assert same_as_literal(source)
+
+
 def test_a_token_over_the_border_is_the_answers(tmp_path: Path) -> None:
     theirs = styled(tmp_path, STYLES["headers"])
     theirs.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -9,10 +9,11 @@ is the answer, its closing mark included, and blanks after that mark left out:
 A template that marks its answers itself ({% generation %}) is asked instead. Content in parts of text goes to a
 template that reads parts as it is, to one that writes content as text joined.
 
-A template may end every text with a mark that it leaves out where messages follow (Phi's): it is the last answer's.
+A template may end every text with a mark that it leaves out where messages follow (Phi's): it is the last answer's. Of
+one that renders an answer otherwise once messages follow (Qwen3 leaves out its thoughts), an earlier answer is what
+another text in its place would change, with its closing mark.
 
-What this does not do: templates that render earlier messages otherwise once there are later ones, without marks of
-their own (some take thoughts out): they are refused.
+What this does not do: find an answer that a template leaves out where messages follow, without marks of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 from shardwise.errors import InputError, first_line
 
+_OTHER = "\ue000"  # of a private area of Unicode: no text has it
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -80,6 +82,8 @@ class ChatTemplate:
             before = self._rendered(where, earlier, **options, add_generation_prompt=True) if earlier else ""
             through = self._rendered(where, messages[: place + 1], **options)
             if not text.startswith(before) or not _goes_on(through, text, before, message):
+                before, through = self._by_another(where, text, messages, place, **options)
+            if not through:
                 raise InputError(
                     f"{where}: the chat template in {self.folder} renders message {place + 1} otherwise when others "
                     "follow, so its answer cannot be found: mark answers in it with {% generation %}"
@@ -108,6 +112,25 @@ class ChatTemplate:
         except (TemplateError, TypeError):  # where the joined text fails too, that is told
             return joined
         return joined if any(part in text for part in parts) else messages
+
+    def _by_another(
+        self, where: str, text: str, messages: list[Any], place: int, **options: Any
+    ) -> tuple[str, str]:  # fmt: skip
+        """Returns (text before an answer, text through its closing mark), found by another answer in its place.
+
+        ("", "") where the texts differ in more than the answer, or the template does not write it.
+        """
+        parts = isinstance(messages[place].get("content"), list)
+        other = {**messages[place], "content": [{"type": "text", "text": _OTHER}] if parts else _OTHER}
+        whole = self._rendered(where, [*messages[:place], other, *messages[place + 1 :]], **options).split(_OTHER)
+        alone = self._rendered(where, [*messages[:place], other], **options).split(_OTHER)
+        if len(whole) != 2 or len(alone) != 2:
+            return "", ""
+        (ahead, behind), (_, closing) = whole, alone
+        end = len(text) - len(behind)
+        if not text.startswith(ahead) or not text.endswith(behind) or not text[len(ahead) : end].strip():
+            return "", ""
+        return ahead, text[: end + _shared(closing, behind)]
 
     def _marked(self, where: str, messages: list[Any], given: int, **options: Any) -> tuple[list[int], list[bool]]:
         """Returns (tokens, whether each is learned) by the template's own marks.

@@ -250,10 +250,18 @@ def _of_chat(
 
     tokens, special = tokens_of(len(turns)), set(tokenizer.all_special_ids)
     learned = [False] * len(tokens)
+    text, cursor = tokenizer.apply_chat_template(turns, tokenize=False, **options), 0
     for place, turn in enumerate(turns):
+        content = (_joined(turn) or "").strip()
+        # a template may leave out how an answer begins (its thoughts)
+        said = next(content[at:] for at in range(len(content) + 1) if content[at:] in text[cursor:])
+        cursor = text.index(said, cursor) + len(said)
         if turn["role"] == "assistant" and place >= before:
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))
+            if high < len(tokenizer(text[:cursor], add_special_tokens=False)["input_ids"]):  # written otherwise alone
+                low = len(tokenizer(text[: cursor - len(said)], add_special_tokens=False)["input_ids"])
+                high = next(at for at in range(low, len(tokens)) if tokens[at] in special) + 1
             marks = [at for at in range(low, high) if tokens[at] in special]
             if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():  # blanks of the template
                 high = marks[-1] + 1
