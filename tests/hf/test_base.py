@@ -141,6 +141,8 @@ def test_a_class_around_the_folders_model_is_given_it(tmp_path: Path) -> None:
     built, values = values_of(task(tmp_path, batch=tokens, model=Distilled))
     assert isinstance(built.module, Distilled)
     assert {digest(value) for value in values.values()} == {digest(value) for value in expected.values()}
+    own = task(tmp_path, batch=tokens, model=Distilled, loss=lambda output, batch: (output.sum(), 1))
+    assert own.metrics is None and task(tmp_path, batch=tokens, model=Distilled).metrics is not None
 
 
 def key_is(expected: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:

@@ -45,7 +45,10 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
         fields.setdefault("weights", Weights(source, config, None if model is not None else head, new))
     if model is not None and _takes_one(model):
         model = partial(_wrapped, model, build)
-    return Task(**{**settings(config, head), "model": build if model is None else model, **fields})
+    of_head = settings(config, head)
+    if model is not None and "loss" in fields:  # whose output need not be the head's, which its metrics read
+        del of_head["metrics"]
+    return Task(**{**of_head, "model": build if model is None else model, **fields})
 
 
 def _takes_one(model: Any) -> bool:
