@@ -16,6 +16,7 @@ from shardwise.data import JsonlSource
 from shardwise.data.chat import ChatTemplate
 from shardwise.errors import InputError
 from shardwise.hf import task as hf_task
+from shardwise.proof.literal_sources import one_by_one
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed here")
 pytest.importorskip("tokenizers", reason="needs tokenizers, which are not installed here")
@@ -69,6 +70,97 @@ def test_an_answer_is_cut_by_the_length(name: str, tmp_path: Path) -> None:
     kept = [token if mark else -100 for token, mark in zip(ids, learned, strict=True)]
     assert batch["labels"][0].tolist() == kept[:length] and learned[length - 1] and learned[length]
     assert source.notices[-1] == f"1 of 1 documents are longer than {length} tokens and were cut"
+
+
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}{{ part['text'] }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADDED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, ADDED, PARTS], ids=["written", "added", "parts"])
+def test_content_in_parts_is_its_text(template: str, tmp_path: Path) -> None:
+    tokenizer(tmp_path, CHATML)
+    whole = ChatTemplate(tmp_path).document("here", TALK)
+    theirs = tokenizer(tmp_path, template)
+    parts = [
+        {
+            **turn,
+            "content": [{"type": "text", "text": turn["content"][:3]}, {"type": "text", "text": turn["content"][3:]}],
+        }
+        for turn in TALK
+    ]
+    assert ChatTemplate(tmp_path).document("here", parts) == whole
+    if template is PARTS:
+        assert theirs.apply_chat_template(parts, tokenize=True, return_dict=False) == whole[0]
+    mixed = [parts[0], *TALK[1:]] if template is not PARTS else parts
+    assert ChatTemplate(tmp_path).document("here", mixed) == whole
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": parts}))
+    source = JsonlSource(path, 400, tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+    assert torch.equal(source.read([0])["input_ids"][0, : len(whole[0])], torch.tensor(whole[0]))
+    assert same_as_literal(source)
+    path.write_text(json.dumps({"messages": [*parts[:-1], {**parts[-1], "content": [{"type": "image"}]}]}))
+    with pytest.raises(InputError, match=r"message 5 has a part of type 'image': content is text, or a list"):
+        JsonlSource(path, 400, tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_of_prompt_and_completion_in_messages_the_completion_is_learned(name: str, tmp_path: Path) -> None:
+    messages = TURNS_ALONE.get(name, TALK)
+    theirs, ids, learned = styled_chat(tmp_path, name, messages)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": messages[:-1], "completion": messages[-1:]}))
+    source = JsonlSource(path, len(ids), tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+    batch = source.read([0])
+    assert batch["input_ids"][0].tolist() == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    prompt = len(theirs.apply_chat_template(
+        messages[:-1], tokenize=True, return_dict=False, **({} if name == "marked" else {"add_generation_prompt": True})
+    ))  # fmt: skip
+    expected = [
+        token if mark and at >= prompt else -100 for at, (token, mark) in enumerate(zip(ids, learned, strict=True))
+    ]
+    assert batch["labels"][0].tolist() == expected and sum(learned[:prompt]) > 0
+    assert same_as_literal(source)
+
+
+def same_as_literal(source: JsonlSource) -> bool:
+    """Whether the second reader of a proof makes the same rows; True for what it does not read."""
+    source.source = source  # type: ignore[attr-defined]
+    apart, together = one_by_one(source, [0]), source.read([0])
+    return apart is None or all(torch.equal(apart[name], value) for name, value in together.items())
+
+
+def test_options_of_a_line_go_to_the_template(tmp_path: Path) -> None:
+    theirs = tokenizer(tmp_path, "{% if brief %}brief{% endif %}{{ tools[0]['name'] }}" + CHATML)
+    options = {"brief": True, "tools": [{"name": "add", "parameters": {}}]}
+    path = tmp_path / "chat.jsonl"
+    path.write_text(
+        json.dumps({"messages": CHAT, "tools": json.dumps(options["tools"]), "chat_template_kwargs": {"brief": True}})
+    )
+    source = JsonlSource(path, 200, tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+    expected = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+    assert source.read([0])["input_ids"][0, : len(expected)].tolist() == expected and same_as_literal(source)
+
+
+SPLIT = CHATML.replace(
+    "{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}"
+)
+
+
+def test_of_an_answer_whose_thoughts_are_left_out_the_rest_is_learned(tmp_path: Path) -> None:
+    theirs = tokenizer(tmp_path, SPLIT)
+    thinking = [{**turn, "content": f"<think>{turn['content']}?</think>{turn['content']}"} for turn in CHAT[1::2]]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [CHAT[0], thinking[0], CHAT[2], thinking[1]]}))
+    source = JsonlSource(path, 400, tokenizer=tmp_path, template=ChatTemplate(tmp_path))
+    labels = source.read([0])["labels"]
+    assert theirs.decode(labels[labels != -100]) == "4<|im_end|><think>6?</think>6<|im_end|>"
+    assert same_as_literal(source)
 
 
 def test_a_token_over_the_border_is_the_answers(tmp_path: Path) -> None:
@@ -177,6 +269,7 @@ def test_what_cannot_be_learned_is_told(tmp_path: Path) -> None:
         ),
         ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None}], "message 2 has no content"),
         ([{"from": "human", "value": "2+2?"}], "message 1 has from, value: expected role and content"),
+        ([{"role": "user", "content": [1]}], "message 1 has a part that is a int: content is text, or a list"),
         (["2+2?", "4"], "message 1 is a str: expected an object with role and content"),
     ]
     for messages, words in broken:

@@ -136,6 +136,15 @@ def test_a_model_that_the_constructor_makes_is_the_folders(tmp_path: Path) -> No
             assert set(same) == expected.keys(), way
 
 
+def test_a_class_around_the_folders_model_is_given_it(tmp_path: Path) -> None:
+    _, expected = made("llama", tmp_path)
+    built, values = values_of(task(tmp_path, batch=tokens, model=Distilled))
+    assert isinstance(built.module, Distilled)
+    assert {digest(value) for value in values.values()} == {digest(value) for value in expected.values()}
+    own = task(tmp_path, batch=tokens, model=Distilled, loss=lambda output, batch: (output.sum(), 1))
+    assert own.metrics is None and task(tmp_path, batch=tokens, model=Distilled).metrics is not None
+
+
 def key_is(expected: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:
     return key in expected and digest(value) == digest(expected[key])
 

@@ -42,7 +42,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_folder_is_trained_merged_and_loaded(small: Path) -> None:
+def test_a_folder_is_trained_merged_and_loaded(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys = (
         "task.files=['chat.jsonl']",
         "lora.rank=4",
@@ -62,9 +62,10 @@ def test_a_folder_is_trained_merged_and_loaded(small: Path) -> None:
     with torch.no_grad():
         before = plain(ids).logits
         adapted = peft.PeftModel.from_pretrained(plain, str(folder / "adapter")).eval()(ids).logits
-        merged = transformers.AutoModelForCausalLM.from_pretrained(
-            str(merge_run(folder, None, small.parent / "merged"))
-        )
+        capfd.readouterr()
+        folder_of_all = merge_run(folder, None, small.parent / "merged")
+        assert "%|" not in capfd.readouterr().err  # transformers' progress bars
+        merged = transformers.AutoModelForCausalLM.from_pretrained(str(folder_of_all))
         torch.testing.assert_close(merged.eval()(ids).logits, adapted, rtol=1e-5, atol=1e-6)
     assert (adapted - before).abs().max() > 1e-3
     assert transformers.AutoTokenizer.from_pretrained(str(small.parent / "merged")).chat_template == CHATML

@@ -35,6 +35,15 @@ MARKED = (
     "{%- generation %} {{ m['content'] }} <|end|>{%- endgeneration %}\n"
     "{%- else %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|>\n{%- endif %}{%- endfor %}"
 )
+CLOSED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 WORDS = ["What is 2 + 2 ?", "It is 4 .", "And 3 + 3 ?", "Six , of course .", "Be brief ."]
 TALK = [
     {"role": "system", "content": WORDS[4]},
@@ -82,6 +91,17 @@ STYLES = {
         TURNS, ["<end_of_turn>", "<bos>", "<start_of_turn>"], "merged pieces",
         "<bos><start_of_turn>user\nWhat is 2 + 2 ?<end_of_turn>\n<start_of_turn>model\n«It is 4 .<end_of_turn>»\n"
         "<start_of_turn>user\nAnd 3 + 3 ?<end_of_turn>\n<start_of_turn>model\n«Six , of course .<end_of_turn>»\n",
+    ),
+    "closed": Style(
+        CLOSED, ["<|endoftext|>", "<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "merged bytes",
+        "<|system|>\nBe brief .<|end|>\n<|user|>\nWhat is 2 + 2 ?<|end|>\n<|assistant|>\n«It is 4 .<|end|>»\n"
+        "<|user|>\nAnd 3 + 3 ?<|end|>\n<|assistant|>\n«Six , of course .<|end|>\n<|endoftext|>»",
+    ),
+    "thoughts": Style(
+        THOUGHTS, ["<|im_end|>", "<|endoftext|>", "<|im_start|>"], "merged bytes",
+        "<|im_start|>system\nBe brief .<|im_end|>\n<|im_start|>user\nWhat is 2 + 2 ?<|im_end|>\n<|im_start|>assistant\n"
+        "«It is 4 .<|im_end|>»\n<|im_start|>user\nAnd 3 + 3 ?<|im_end|>\n<|im_start|>assistant\n"
+        "«<think>\n\n</think>\n\nSix , of course .<|im_end|>»\n",
     ),
     "marked": Style(
         MARKED, ["<|end|>", "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>"], "words",

@@ -165,6 +165,7 @@ REFUSED = [
     ("module_tasks:last_sample_first", "REPLICAS", "masks dealt by global index"),
     ("module_tasks:gradient_hook", "REPLICAS", "puts a hook on the gradient of parameter 'weight'"),
     ("module_tasks:shared_memory", "REPLICAS", "'part' shares memory with 'whole'"),
+    ("module_tasks:kept_views", "REPLICAS", "'parts' keeps a view of the parameter 'weight'"),
     ("module_tasks:sparse_adam", "REPLICAS", "as every plan makes them, dense and"),
     ("module_tasks:tied_reentrant", "pp=2,schedule=zbh1", "use a schedule that does not split"),
     ("module_tasks:reentrant_twice", "FULL", "more than once under a reentrant checkpoint"),

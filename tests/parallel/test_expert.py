@@ -180,6 +180,17 @@ def test_what_cannot_be_spread_is_refused_with_the_mechanism(why: str) -> None:
         found(make())
 
 
+def test_adapters_of_stacked_weights_are_refused_with_what_works() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    task = tasks.hf_mixtral()
+    words = (
+        r"'base_layer.lora_A.default.weight' and 3 more, which train, are of all experts together\): use ep=1 \(zero=3"
+    )
+    with pytest.raises(RefusedPlan, match=words + ".* or adapt layers beside the experts"):
+        found(task.with_(model=lambda: peft.get_peft_model(task.model(), config)))
+
+
 # --- on ranks
 
 

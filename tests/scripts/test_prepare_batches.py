@@ -442,6 +442,40 @@ def test_a_process_that_imports_the_script_leaves_at_once_and_is_told(tmp_path: 
         list(from_workers(Loading()))
 
 
+WORKERS = """
+from torch.utils.data import DataLoader
+from shardwise.errors import InputError
+from shardwise.scripts.part_loader import PartLoader
+
+def main():
+    for method in ("fork", "spawn", "forkserver"):
+        try:
+            PartLoader(DataLoader([1.0], num_workers=1, multiprocessing_context=method), 0, 1)
+            print(method, "taken")
+        except InputError as error:
+            print(method, str(error)[:30])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_refused"),
+    [
+        ("main()", True),
+        ("for _ in range(1):\n    main()", True),
+        ("if 1 > 0:\n    pass\nmain()", True),
+        ('if __name__ == "__main__":\n    main()', False),
+        ('if __name__ != "__main__":\n    raise SystemExit\nmain()', False),
+    ],
+)
+def test_spawned_workers_of_a_script_that_they_would_run_are_refused_before_they_start(
+    ending: str, is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(WORKERS + ending + "\n")
+    ran = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    told = "a process that this script sta" if is_refused else "taken"
+    assert ran.stdout.splitlines() == ["fork taken", f"spawn {told}", f"forkserver {told}"], ran.stderr
+
+
 # --- batches that the script draws, keeps or generates by itself
 
 

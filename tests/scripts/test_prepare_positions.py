@@ -191,6 +191,26 @@ def pair_of_models(plan: str | None, other: str | None = None) -> tuple:
     return losses, weights_of(first), weights_of(second)
 
 
+def closures(plan: str | None, called_before: bool) -> tuple:
+    """Steps by closures alone; `called_before`: the model is called once before the first one."""
+    model = made(Words)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    prepared, model, optimizer, loader = begin(plan, model, DataLoader(tokens(8), batch_size=4), sgd)
+    losses = []
+    for x, y in loader:
+        if called_before and not losses:
+            model(x)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x)["logits"].flatten(0, 1), y.flatten())
+            losses.append(back(prepared, loss))
+            return loss
+
+        optimizer.step(closure)
+    return losses, weights_of(model)
+
+
 # --- all of them: a script, a plan, what it is given
 
 
@@ -203,7 +223,7 @@ EQUAL: list[tuple] = [
     (on_ranks, "cp=2", {"loss": "shifted", "clip": 0.3}), (on_ranks, "cp=2,dp_replicate=2", {"loss": "masked"}),
     (on_ranks, "cp_ulysses=2,zero=2", {"loss": "masked", "clip": 0.3}), (on_ranks, "cp=2,tp=2", {"loss": "shifted"}),
     (on_ranks, "cp=2,position_chunks=2", {"loss": "shifted"}), (pair_of_models, "domain=2"),
-    
+    (closures, "cp=2", True),
 ]  # fmt: skip
 MORE_EQUAL: list[tuple] = [
     (on_ranks, "domain=2x2,zero=1", {"loss": "moments"}),
@@ -219,6 +239,7 @@ REFUSED: list[tuple] = [
     (once, "domain=2", "compiled", RefusedPlan, "the model is compiled"),
     (once, "domain=2", "penalty on gradients", RefusedPlan, "create_graph=True.*positions are cut"),
     (once, "domain=2", "one rank", RunError, "rank [01] comes to .*every rank is needed"),
+    (closures, "cp=2", False, InputError, "before any forward, .* derives its cuts: call the model"),
     (pair_of_models, "domain=2", "domain=1x2", InputError, "was cut over domain0 by another prepared model"),
 ]  # fmt: skip
 test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

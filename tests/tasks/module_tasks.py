@@ -334,6 +334,20 @@ def shared_memory() -> Task:
     return task(Viewed)
 
 
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, OUT))
+        self.parts = [self.weight[: WIDTH // 2], self.weight[WIDTH // 2 :]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(half @ part for half, part in zip(x.chunk(2, dim=1), self.parts, strict=True))
+
+
+def kept_views() -> Task:
+    return task(Kept)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,15 @@ from shardwise.models import tasks
 from shardwise.ranks import start_ranks
 from shardwise.training.holding import LOCK, held
 from shardwise.training.keeping import Stopping
-from shardwise.training.resume import ARRAY_TASK, STOPPED, find_run, mark_stopped, of_another_plan, settings_of
+from shardwise.training.resume import (
+    ARRAY_TASK,
+    STOPPED,
+    changes,
+    find_run,
+    mark_stopped,
+    of_another_plan,
+    settings_of,
+)
 
 # --- engines: every later loss and the final weights
 
@@ -540,3 +548,7 @@ def test_handlers_of_others_hear_the_second_signal_and_are_put_back(monkeypatch:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_setting_that_was_not_set_is_told_so() -> None:
+    assert changes({"lora.alpha": None}, {"lora.alpha": 8.0}) == ["lora.alpha was not set and is 8.0"]

@@ -65,7 +65,12 @@ def main() -> None:
 
 @main.command()
 @click.argument("target", required=False, metavar="[CONFIG.toml | MODULE:TASK | FOLDER | text | digits]")
-@click.option("--data", metavar="FILE", callback=given, help="Examples for a folder: short for --set task.files.")
+@click.option(
+    "--data",
+    metavar="FILE",
+    callback=given,
+    help="Files of examples or text for a folder, or where they lie: short for --set task.files.",
+)
 @click.option("--plan", callback=given_plan, help=PLAN_HELP)
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")

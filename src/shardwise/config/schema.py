@@ -110,8 +110,8 @@ class TaskSection(Section):
     seq_len: int | None = Field(default=None, ge=2, description="tokens of one sample (text, a folder)")
     files: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] = Field(
         default=[],
-        description='text files, or JSON lines with a text each: paths and patterns, "texts/*.txt" (text); '
-        "empty: Python's standard library; examples as JSON lines (a folder)",
+        description='text, or JSON and parquet with a text each: files, patterns, "texts/*.txt", and folders (text); '
+        "empty: Python's standard library; the same, or examples (a folder)",
     )
     tokenizer: str | None = Field(
         default=None,

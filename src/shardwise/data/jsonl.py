@@ -1,7 +1,9 @@
-"""Text for fine-tuning from JSON lines (`json_lines` reads for data/tokenized too), prompts masked, packed into rows.
+"""Text for fine-tuning from JSON lines and other files (data/text_files), prompts masked, packed into rows.
 
-A line is {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}.
-What the model should learn are completions, what the assistant says, or all of a text; the rest has the label -100.
+A record is {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...};
+prompt and completion may both be messages. What the model should learn are completions, what the assistant says (after
+the prompt), or all of a text; the rest has the label -100. A file of plain text is cut into pieces of a row, which
+overlap by one token, so that every token but its first is learned once.
 
     documents      aaaaa bbb cccc            row of 9: aaaaa bbb _     (packing: in the order of the file)
     position_ids   0 1 2 3 4 0 1 2 0         they start again with each document
@@ -24,19 +26,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.data.chat import ChatTemplate
+from shardwise.data.chat import ChatTemplate, plain_text
+from shardwise.data.text_files import contents, text_files
 from shardwise.data.tokenizer import read_tokenizer
 from shardwise.errors import InputError
 
 IGNORED = -100
 FORMS = 'expected {"messages": [{"role": ..., "content": ...}]}, {"prompt": ..., "completion": ...} or {"text": ...}'
+PAIRS = "; preference pairs are a task of their own: examples/preferences.py"
 Encode = Callable[[str], list[int]]
 
 
 class JsonlSource:
     """{"input_ids", "labels", "position_ids"}: int64 (B, seq_len) each, of packed documents.
 
-    paths      files of JSON lines
+    paths      files, patterns and folders: JSON lines, a JSON array, parquet, plain text
     tokenizer  a folder with tokenizer.json, such a file, an object with `encode`, or a function; None: UTF-8 bytes
     seq_len    tokens of a row; a longer document is cut, and told in `notices`
     end        token that ends a document; None: the tokenizer's own end-of-text token, where it has one
@@ -51,7 +55,7 @@ class JsonlSource:
     ) -> None:  # fmt: skip
         if seq_len < 2:
             raise InputError(f"seq_len must be at least 2, got {seq_len}")
-        self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        self.paths = text_files(paths)
         self.seq_len, self.pad = seq_len, pad
         self.notices: list[str] = []
         self.template = template
@@ -62,9 +66,7 @@ class JsonlSource:
         if end is None and tokenizer is not None:
             self.notices.append("the tokenizer tells no end-of-text token, so documents end without one: give end=")
         self._without_words = 0
-        documents = [
-            self._document(where, line, read.encode, end) for path in self.paths for where, line in json_lines(path)
-        ]
+        documents = [document for path in self.paths for document in self._documents(path, read.encode, end)]
         if not documents:
             raise InputError(f"{', '.join(map(str, self.paths))}: there is no line to learn from; {FORMS} on each")
         if self._without_words:
@@ -89,20 +91,32 @@ class JsonlSource:
             packed([len(tokens) for tokens in self._tokens], seq_len) if pack else [[i] for i in range(len(documents))]
         )
 
+    def _documents(self, path: Path, encode: Encode, end: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields (tokens int32, whether each is learned) of each record of a file, or of each piece of its text."""
+        held = contents(path, FORMS)
+        if not isinstance(held, str):
+            for where, line in held:
+                yield self._document(where, line, encode, end)
+            return
+        tokens = np.asarray(encode(held) + ([] if end is None else [end]), dtype=np.int32)
+        for start in range(0, len(tokens) - 1, self.seq_len - 1):  # one token further, since a first one is no target
+            piece = tokens[start : start + self.seq_len]
+            yield piece, np.ones(len(piece), dtype=bool)
+
     def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Returns (tokens int32, whether each is learned) of one line; raises `InputError` where none is learned."""
-        if self.template is not None and isinstance(line.get("messages"), list):
-            options = {"tools": line["tools"]} if line.get("tools") else {}
-            ids, learned = self.template.document(where, line["messages"], **options)
-            self._without_words += any(
-                turn["role"] == "assistant" and turn.get("content") == "" for turn in line["messages"]
-            )
+        conversation = _conversation(where, line)
+        if self.template is not None and conversation is not None:
+            messages, given = conversation
+            ids, learned = self.template.document(where, messages, given, **_options(where, line))
+            said = [turn for turn in messages[given:] if turn["role"] == "assistant"]
+            self._without_words += any(turn.get("content") in ("", []) for turn in said)
             if not any(learned[1:]):
-                raise InputError(f"{where}: nothing to learn: {_unlearned(line['messages'])}")
+                raise InputError(f"{where}: nothing to learn: {_unlearned(messages[given:])}")
             return np.asarray(ids, dtype=np.int32), np.asarray(learned, dtype=bool)
         tokens: list[int] = []
         learn: list[bool] = []
-        pieces = _pieces(where, line)
+        pieces = _pieces(where, line, conversation)
         self._without_words += not any(text for text, counts in pieces if counts)
         for text, counts in pieces:
             ids = encode(text)
@@ -165,45 +179,44 @@ def packed(lengths: list[int], room: int) -> list[list[int]]:
     return rows
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields ("file:line", object) of each line that is not empty; `InputError` names a line that is no JSON object."""
-    try:
-        text = path.read_bytes()
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder: name its files, as {path}/*.jsonl") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    if text.lstrip().startswith(b"[{"):
-        raise InputError(
-            f"{path}: one JSON array; wanted is an object a line: jq -c '.[]' {path} > lines.jsonl writes them"
-        )
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            yield f"{path}:{number}", _object(f"{path}:{number}", line)
+def _conversation(where: str, line: dict[str, Any]) -> tuple[list[Any], int] | None:
+    """Returns (messages, how many of them are the prompt) of a line that holds messages, else None."""
+    prompt, completion = line.get("prompt", []), line.get("completion")
+    if isinstance(completion, list) and isinstance(prompt, list):
+        return [*prompt, *completion], len(prompt)
+    if completion is not None and isinstance(completion, list) != isinstance(prompt, list) and prompt:
+        raise InputError(f"{where}: of prompt and completion one is text and one is messages: write both alike")
+    messages = line.get("messages")
+    return (messages, 0) if "completion" not in line and isinstance(messages, list) else None
 
 
-def _object(where: str, line: bytes) -> dict[str, Any]:
+def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a line gives the chat template: its tools, which may be JSON as text, and options by name."""
+    tools, more = line.get("tools"), line.get("chat_template_kwargs") or {}
     try:
-        record = json.loads(line)
+        tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}; {FORMS} on each line") from None
-    if not isinstance(record, dict):
-        raise InputError(f"{where}: a {type(record).__name__}; {FORMS}")
-    return record
+        raise InputError(f"{where}: tools is text, and not JSON: {error}") from None
+    if not isinstance(more, dict):
+        raise InputError(f"{where}: chat_template_kwargs is a {type(more).__name__}: expected an object")
+    return {**more, **({"tools": tools} if tools else {})}
 
 
-def _pieces(where: str, line: dict[str, Any]) -> list[tuple[str, bool]]:
+def _pieces(where: str, line: dict[str, Any], conversation: tuple[list[Any], int] | None) -> list[tuple[str, bool]]:
     """Returns pairs (text, whether it is trained on) of a line."""
-    if "completion" in line:
+    if conversation is not None:
+        turns = [turn if isinstance(turn, dict) else {} for turn in conversation[0]]
+        pieces = [
+            (plain_text(turn.get("content")), turn.get("role") == "assistant" and place >= conversation[1])
+            for place, turn in enumerate(turns)
+        ]
+    elif "completion" in line:
         pieces = [(line.get("prompt", ""), False), (line["completion"], True)]
-    elif "messages" in line and isinstance(line["messages"], list):
-        turns = [turn if isinstance(turn, dict) else {} for turn in line["messages"]]
-        pieces = [(turn.get("content"), turn.get("role") == "assistant") for turn in turns]
     elif "text" in line:
         pieces = [(line["text"], True)]
     else:
         keys = ", ".join(line) or "nothing"
-        raise InputError(f"{where}: has {keys}; {FORMS}")
+        raise InputError(f"{where}: has {keys}; {FORMS}{PAIRS if {'chosen', 'rejected'} <= line.keys() else ''}")
     for text, _ in pieces:
         if not isinstance(text, str):
             raise InputError(f"{where}: {json.dumps(text)[:60]} where text should be; {FORMS}")

@@ -1,6 +1,6 @@
-"""Tokenize files of text once (`READERS`: by ending), into a file of tokens that `TokenSource` (data/tokens) maps.
+"""Tokenize files of text (data/text_files) once, into a file of tokens that `TokenSource` (data/tokens) maps.
 
-A text file is one document, and so is the text of a JSON line; each ends with the tokenizer's end-of-text token. The
+A text file is one document, and so is the text of a record; each ends with the tokenizer's end-of-text token. The
 tokens of all documents stand one after another, in the order of the paths. The file lies in the user's cache under a
 name made of what it was made from (paths, sizes and times of the files, the tokenizer's content), so it is made again
 when one of them changes, and never twice for the same; it takes its name when it is whole.
@@ -10,19 +10,18 @@ What this does not do: stream. The tokens of all files are held in memory while 
 
 from __future__ import annotations
 
-import glob
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from shardwise.data.corpus import cache, renamed
-from shardwise.data.jsonl import json_lines
+from shardwise.data.text_files import contents, text_files
 from shardwise.data.tokenizer import Tokenizer, read_tokenizer
 from shardwise.errors import InputError
 
-FORMAT = 1  # raised when the same inputs would give other tokens
+FORMAT = 2  # raised when the same inputs would give other tokens
 
 
 def tokenized(
@@ -31,29 +30,18 @@ def tokenized(
 ) -> Path:  # fmt: skip
     """Returns the path of a .npy file with the tokens of text files, made if it is not there yet.
 
-    paths         files or patterns ("texts/*.txt"); a name that ends in .jsonl is JSON lines with a `text` each
+    paths         files, patterns ("texts/*.txt") or folders: text, or records with a `text` each
     tokenizer     a folder with tokenizer.json, or such a file; None: UTF-8 bytes
     cache_folder  where the file goes; by default shardwise/ in the user's cache
 
     Raises `InputError` where a file is missing, is not UTF-8, or a line has no text.
     """
-    files = list(_files([paths] if isinstance(paths, str | Path) else paths))
+    files = text_files(paths)
     made_by = read_tokenizer(tokenizer)
     target = (Path(cache_folder) if cache_folder is not None else cache()) / f"tokens-{_name(files, made_by)}.npy"
     if not target.exists():
         _write(files, made_by, target)
     return target
-
-
-def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
-    for path in paths:
-        found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else [str(path)]
-        if not found:
-            raise InputError(f"no file is named {path}")
-        for name in found:
-            if not Path(name).is_file():
-                raise InputError(f"{name}: there is no such file")
-            yield Path(name)
 
 
 def _name(files: list[Path], tokenizer: Tokenizer) -> str:
@@ -69,7 +57,7 @@ def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
     assert tokenizer.vocab is not None  # known of folders and of bytes
     dtype = np.dtype(np.uint8 if tokenizer.vocab <= 2**8 else np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
     end = [] if tokenizer.end is None else [tokenizer.end]
-    texts = (text for file in files for text in READERS.get(file.suffix, _whole)(file))
+    texts = (text for file in files for text in _texts(file))
     parts = [np.asarray(tokenizer.encode(text) + end, dtype) for text in texts]
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
     if not tokens.size:
@@ -82,28 +70,18 @@ def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
         raise InputError(f"the tokens of {files[0]} cannot be written to {target}: {error}") from error
 
 
-# --- the documents of a file
-
-
-def _whole(file: Path) -> Iterator[str]:
-    try:
-        yield file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: byte {error.start} is not UTF-8 text: {error.reason}") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
-
-
-def _lines(file: Path) -> Iterator[str]:
-    for where, line in json_lines(file):
-        text = line.get("text")
+def _texts(file: Path) -> Iterator[str]:
+    """Yields the documents of a file: its text, or that of each record."""
+    held = contents(file, 'expected {"text": ...}')
+    if isinstance(held, str):
+        yield held
+        return
+    for where, record in held:
+        text = record.get("text")
         if not isinstance(text, str):
-            keys = ", ".join(line) or "nothing"
+            keys = ", ".join(record) or "nothing"
             raise InputError(
                 f"{where}: has {keys}; expected text. Prompts and messages need a task of your own: JsonlSource leaves "
                 "out of the loss what is not to be learnt"
             )
         yield text
-
-
-READERS: dict[str, Callable[[Path], Iterator[str]]] = {".jsonl": _lines}  # of any other ending: one document of text

@@ -7,7 +7,10 @@ from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.look.replaced_parameters import codes_of_forward
 from shardwise.part.pairs import pairs_in
+from shardwise.trace.outside_state import assigned_names
+from shardwise.trace.stand_in import tensors_beside
 
 
 def refuse(module: nn.Module, plan: Plan) -> None:
@@ -17,6 +20,7 @@ def refuse(module: nn.Module, plan: Plan) -> None:
     _refuse_sparse(module)
     _refuse_complex(module, plan)
     _refuse_shared_memory(module)
+    _refuse_views_beside(module)
 
 
 def works_inside(plan: Plan) -> bool:
@@ -91,6 +95,36 @@ def _refuse_shared_memory(module: nn.Module) -> None:
                         f"'{name}' shares memory with '{other}' without being the same tensor, so that training one "
                         "changes the other: tie by assigning the same Parameter, or take the view in the forward"
                     )
+
+
+def _refuse_views_beside(module: nn.Module) -> None:
+    """Raise `RefusedPlan` for a view of a parameter that the constructor keeps: ranks hold the weight anew, not it.
+
+    What a forward or a hook before it makes again, as spectral norm by hooks does, is no such view. A view of a frozen
+    weight that is an attribute is given its values as a buffer is.
+    """
+    params = {id(param): (name, param) for name, param in module.named_parameters()}
+    memories = {
+        param.untyped_storage()._cdata: (name, param.requires_grad)
+        for name, param in params.values()
+        if param.layout is torch.strided and param.device.type != "meta" and param.numel()
+    }
+    made_again: set[str] | None = None
+    for where, key, child, tensor in tensors_beside(module):
+        if id(tensor) in params or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            continue
+        name, trained = memories.get(tensor.untyped_storage()._cdata, ("", False))
+        is_constant = child is not None and vars(child)[key] is tensor and not trained
+        if not name or is_constant or (child is not None and child._forward_pre_hooks):
+            continue
+        if made_again is None:
+            made_again = {key for code in codes_of_forward(module) for key in assigned_names(code)}
+        if child is None or key not in made_again:
+            raise RefusedPlan(
+                f"'{where}' keeps a view of the parameter '{name}', made before the first forward: in one process it "
+                "follows the weight, and ranks hold the weight anew, which it would not follow: make the view in the "
+                "forward (self.weight[:4] there), or in a property"
+            )
 
 
 def make_gradients_dense(module: nn.Module) -> None:

@@ -86,14 +86,14 @@ def _export_merged(
     weights: Engine | str | Path, folder: Path, source: Any, dtype: torch.dtype | None, file_bytes: int
 ) -> Path:
     """Write the model with its adapters merged. Collective with an engine."""
-    from shardwise.hf.merge import merged
+    from shardwise.hf.merge import save_merged
 
     partial = folder.with_name(f".{folder.name}.partial")
     with tempfile.TemporaryDirectory() as between:
         adapters = weights if not isinstance(weights, Engine) else save_adapters(weights, Path(between) / "adapter")
         if not isinstance(weights, Engine) or weights.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            merged(Path(adapters), source, dtype).save_pretrained(str(partial), max_shard_size=file_bytes)
+            save_merged(Path(adapters), source, dtype, partial, file_bytes)
             _copy_others(source, partial)
             partial.replace(folder)
     if isinstance(weights, Engine):

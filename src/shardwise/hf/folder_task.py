@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from glob import glob
 from pathlib import Path
 
 from shardwise.config.schema import TaskSection
@@ -17,14 +16,13 @@ LENGTH = 1024  # tokens of a row where task.seq_len is not set and the model tak
 
 
 def folder_task(section: TaskSection) -> Task:
-    """Returns the task of fine-tuning the folder's causal language model on JSON lines, answers alone.
+    """Returns the task of fine-tuning the folder's causal language model on files of examples or text, answers alone.
 
     Raises `InputError` for a folder without examples, and as `JsonlSource` does.
     """
     folder = section.name
     if not section.files:
         raise InputError(f"{folder} has no examples to learn from: --data chat.jsonl, or task.files in a configuration")
-    paths = [path for pattern in section.files for path in sorted(glob(pattern)) or [pattern]]
     most = getattr(read_config(folder), "max_position_embeddings", None)
     if most and section.seq_len and section.seq_len > most:
         raise InputError(
@@ -34,6 +32,6 @@ def folder_task(section: TaskSection) -> Task:
     longest = most or LENGTH
     tokenizer = section.tokenizer or folder
     data = JsonlSource(
-        paths, section.seq_len or min(longest, LENGTH), tokenizer=tokenizer, template=ChatTemplate(tokenizer)
+        section.files, section.seq_len or min(longest, LENGTH), tokenizer=tokenizer, template=ChatTemplate(tokenizer)
     )
     return task(folder, "causal-lm", data=data, name=Path(folder).resolve().name)

@@ -16,6 +16,24 @@ from shardwise.adapters.peft_files import CONFIG, WEIGHTS, of_adapters, write_ad
 from shardwise.errors import InputError
 
 
+def save_merged(
+    adapters: Path, source: str | Path, dtype: torch.dtype | None, folder: Path, file_bytes: int
+) -> None:  # fmt: skip
+    """Write transformers' model of the folder `source`, with adapters merged, into a folder; raises as `merged` does.
+
+    Without transformers' progress bars, which would stand amid a command's own lines.
+    """
+    from transformers.utils import logging
+
+    were_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        merged(adapters, source, dtype).save_pretrained(str(folder), max_shard_size=file_bytes)
+    finally:
+        if were_shown:
+            logging.enable_progress_bar()
+
+
 def merged(adapters: Path, source: str | Path, dtype: torch.dtype | None = None) -> Any:
     """Returns transformers' model of the folder `source` with a folder of adapters merged into it.
 

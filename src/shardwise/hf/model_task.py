@@ -31,8 +31,8 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
              "audio-classification"
     new      parameters that the checkpoint lacks (a new head) are drawn from the seed; else they are refused
     fields   of `Task`: data or batch, optimizer, eval_data, ... A batch is a dict with "labels"; the rest of it goes
-             to the model. -100 is no label. `model` may take the folder's model, to wrap or to change it:
-             lambda base: get_peft_model(base, config)
+             to the model. -100 is no label. `model` may take the folder's model, to wrap or to change it: a function,
+             lambda base: get_peft_model(base, config), or a module's class
 
     Raises `InputError` for a folder that cannot be read, a model without that head, and names that do not match.
     """
@@ -45,12 +45,18 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
         fields.setdefault("weights", Weights(source, config, None if model is not None else head, new))
     if model is not None and _takes_one(model):
         model = partial(_wrapped, model, build)
-    return Task(**{**settings(config, head), "model": build if model is None else model, **fields})
+    of_head = settings(config, head)
+    if model is not None and "loss" in fields:  # whose output need not be the head's, which its metrics read
+        del of_head["metrics"]
+    return Task(**{**of_head, "model": build if model is None else model, **fields})
 
 
 def _takes_one(model: Any) -> bool:
-    """Whether a function (not a class) has exactly one required argument: the model that it is to wrap."""
-    if not callable(model) or isinstance(model, type):
+    """Whether a function or class has exactly one required argument: the model that it is to wrap.
+
+    Of transformers' own classes the one is a configuration.
+    """
+    if not callable(model) or hasattr(model, "config_class"):
         return False
     needed = [value for value in inspect.signature(model).parameters.values() if value.default is value.empty]
     return len([value for value in needed if value.kind in (value.POSITIONAL_ONLY, value.POSITIONAL_OR_KEYWORD)]) == 1

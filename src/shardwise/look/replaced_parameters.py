@@ -60,18 +60,21 @@ def refuse_replaced(module: nn.Module, names: dict[int, str], leaf: str) -> None
 
 def may_replace(module: nn.Module) -> bool:
     """Whether code that a forward reaches, by names, uses the name `Parameter`, and so may make one."""
+    return any("Parameter" in code.co_names for code in codes_of_forward(module))
+
+
+def codes_of_forward(module: nn.Module) -> Iterator[CodeType]:
+    """Yields the code of methods that the forwards of a module and its children come to, by names."""
     kinds = {kind for child in module.modules() for kind in type(child).__mro__ if not _of_torch(kind)}
     reached, ahead = set[str](), ["forward", "__call__"]
     while ahead:
         name = ahead.pop()
         for kind in kinds:
             for code in _codes(vars(kind).get(name)):
-                if "Parameter" in code.co_names:
-                    return True
+                yield code
                 # Names of attributes and functions alike: which object a name stands for is not known without running.
                 ahead += [called for called in code.co_names if called not in reached]
                 reached.update(code.co_names)
-    return False
 
 
 def _of_torch(kind: type) -> bool:

@@ -11,13 +11,15 @@ tokens of its files are made again.
 
 Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
 
-What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, many chats or much text, chats of
-templates that mark answers, or what a user has written.
+What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, many chats or much text, tables,
+chats of templates that mark answers, or what a user has written.
 """
 
 from __future__ import annotations
 
 import glob
+import gzip
+import io
 import json
 from collections.abc import Callable
 from functools import lru_cache
@@ -75,7 +77,9 @@ def mistokenized(section: Any, task: Any) -> list[str]:
     """Returns [a sentence] where a task's tokens are not those of its text files, each with the end token; else []."""
     named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
     files = [Path(path) for paths in named for path in paths]
-    if not isinstance(task.data, TokenSource) or not files or sum(file.stat().st_size for file in files) > MOST_BYTES:
+    if not isinstance(task.data, TokenSource) or not files or not all(map(Path.is_file, files)):
+        return []
+    if sum(file.stat().st_size for file in files) > MOST_BYTES or _has_tables(files):
         return []
     tokenizer, wanted = read_tokenizer(section.tokenizer), list[int]()
     for text in (text for file in files for text in _texts(file)):
@@ -85,9 +89,23 @@ def mistokenized(section: Any, task: Any) -> list[str]:
 
 
 def _texts(file: Path) -> list[str]:
-    if file.suffix == ".jsonl":
-        return [json.loads(line)["text"] for line in file.read_bytes().splitlines() if line.strip()]
-    return [file.read_text(encoding="utf-8")]
+    held = _held(file)
+    return [held] if isinstance(held, str) else [record["text"] for record in held]
+
+
+def _held(file: Path) -> str | list[dict[str, Any]]:
+    """Returns the records of a file that is JSON as a whole or line by line, else its text."""
+    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    text = io.StringIO(raw.decode("utf-8-sig"), newline=None).read()
+    for part in (lambda: json.loads(text), lambda: [json.loads(line) for line in text.split("\n") if line.strip()]):
+        try:
+            values = part()
+        except ValueError:
+            continue
+        values = values if isinstance(values, list) else [values]
+        if values and all(isinstance(value, dict) for value in values):
+            return values
+    return text
 
 
 def _span(source: Any) -> Any:
@@ -168,16 +186,31 @@ def _of_lines(source: JsonlSource, index: int) -> Any:
 def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
     """Returns (tokens, which are learned) of each line of which something is: answers are, prompts are not."""
     assert source.encode is not None
-    lines = [line for path in source.paths for line in path.read_bytes().splitlines() if line.strip()]
+    ending = [] if source.end is None else [source.end]
     documents = []
-    for record in map(json.loads, lines):
-        if source.template is not None and "messages" in record:
-            documents.append(_of_chat(source.template.folder, record))
+    records: list[dict[str, Any]] = []
+    for held in map(_held, source.paths):
+        if isinstance(held, str):  # rows that share a token with the next, where it is the first and no target
+            ids, first = [*source.encode(held), *ending], 0
+            while first + 1 < len(ids):
+                records.append({"row": ids[first : first + source.seq_len]})
+                first += source.seq_len - 1
+        else:
+            records += held
+    for record in records:
+        if "row" in record:
+            documents.append((record["row"], [True] * len(record["row"])))
             continue
-        if "completion" in record:
+        turns, before = _turns(record)
+        if source.template is not None and turns:
+            documents.append(_of_chat(source.template.folder, turns, before, record))
+            continue
+        if turns:
+            said = [
+                (_joined(turn), turn["role"] == "assistant" and place >= before) for place, turn in enumerate(turns)
+            ]
+        elif "completion" in record:
             said = [(record.get("prompt", ""), False), (record["completion"], True)]
-        elif "messages" in record:
-            said = [(turn["content"], turn["role"] == "assistant") for turn in record["messages"]]
         else:
             said = [(record["text"], True)]
         pairs = [(token, counts) for text, counts in said for token in source.encode(text)]
@@ -187,10 +220,29 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
     return [(tokens, learned) for tokens, learned in cut if any(learned[1:])]
 
 
-def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+def _turns(record: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Returns (the messages of a record, how many of them are its prompt); ([], 0) where it has text instead."""
+    if isinstance(record.get("completion"), list):
+        return record.get("prompt", []) + record["completion"], len(record.get("prompt", []))
+    return ([], 0) if "completion" in record else (record.get("messages", []), 0)
+
+
+def _joined(turn: dict[str, Any]) -> Any:
+    content = turn.get("content")
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _of_chat(
+    folder: Path, turns: list[dict[str, Any]], before: int, record: dict[str, Any]
+) -> tuple[list[int], list[bool]]:
     """Returns (tokens, for each whether it is learned) of a conversation: answers are, each with its end token."""
-    tokenizer, turns = _tokenizer(folder), record["messages"]
-    options = {"tools": record["tools"]} if record.get("tools") else {}
+    tokenizer = _tokenizer(folder)
+    tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
+    options = {**(record.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})}
+    if any(isinstance(turn.get("content"), list) for turn in turns):
+        flat = [{**turn, "content": _joined(turn)} for turn in turns]
+        text = tokenizer.apply_chat_template(flat, tokenize=False, **options)
+        turns = flat if all((turn["content"] or "").strip() in text for turn in flat) else turns
 
     def tokens_of(count: int, **more: bool) -> list[int]:
         text = tokenizer.apply_chat_template(turns[:count], tokenize=False, **options, **more) if count else ""
@@ -198,10 +250,18 @@ def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool
 
     tokens, special = tokens_of(len(turns)), set(tokenizer.all_special_ids)
     learned = [False] * len(tokens)
+    text, cursor = tokenizer.apply_chat_template(turns, tokenize=False, **options), 0
     for place, turn in enumerate(turns):
-        if turn["role"] == "assistant":
+        content = (_joined(turn) or "").strip()
+        # a template may leave out how an answer begins (its thoughts)
+        said = next(content[at:] for at in range(len(content) + 1) if content[at:] in text[cursor:])
+        cursor = text.index(said, cursor) + len(said)
+        if turn["role"] == "assistant" and place >= before:
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))
+            if high < len(tokenizer(text[:cursor], add_special_tokens=False)["input_ids"]):  # written otherwise alone
+                low = len(tokenizer(text[: cursor - len(said)], add_special_tokens=False)["input_ids"])
+                high = next(at for at in range(low, len(tokens)) if tokens[at] in special) + 1
             marks = [at for at in range(low, high) if tokens[at] in special]
             if marks and not tokenizer.decode(tokens[marks[-1] + 1 : high]).strip():  # blanks of the template
                 high = marks[-1] + 1
@@ -217,10 +277,16 @@ def _alike(tokens: list[int], others: list[int]) -> int:
 
 def _is_read(source: JsonlSource) -> bool:
     """Whether a source is read again here: it has no chat template, or has few chats and one that marks no answers."""
+    if _has_tables(source.paths):
+        return False
     if source.template is None:
         return True
     template = _tokenizer(source.template.folder).get_chat_template()
     return len(source) <= MOST_CHATS and "% generation" not in template.replace("-", "")
+
+
+def _has_tables(files: list[Path]) -> bool:
+    return any(file.suffix == ".parquet" for file in files)
 
 
 @lru_cache(maxsize=1)

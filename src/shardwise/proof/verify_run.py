@@ -279,7 +279,12 @@ def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, p
         parity.differences += own_run.differences(task, plan, settings, ranks, Path(folder))
     parity.notes.append(
         f"in {plan.precision}: averages, held-out losses, best weights and the file at the end are those of the run's "
-        "own weights" + ("" if watching.spoilt is None else f"; step {watching.spoilt} overflowed, and was skipped")
+        "own weights"
+        + (
+            ""
+            if watching.spoilt is None
+            else f"; an overflow that the proof made in step {watching.spoilt + 1} was skipped, as it should be"
+        )
     )
 
 

@@ -38,6 +38,7 @@ from shardwise.scripts.reading import (
     joins_by_itself,
     look_of,
     part_of_whole,
+    refuse_unguarded,
     samples_of,
 )
 from shardwise.scripts.script_lines import refuse
@@ -392,6 +393,7 @@ def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> Da
 
 def _refuse(loader: Any, data_ranks: int) -> None:
     """Raise `InputError` for a loader that cannot be iterated, or that deals samples over ranks by itself."""
+    refuse_unguarded(loader)
     if not isinstance(loader, Iterable):
         batched = ", a dataset: give DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""
         raise InputError(f"prepare: the loader is of type {type(loader).__name__}, which cannot be iterated{batched}")

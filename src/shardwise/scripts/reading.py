@@ -9,12 +9,16 @@ What this does not do: see draws from a generator that the dataset keeps to itse
 
 from __future__ import annotations
 
+import ast
 import base64
 import copy
 import ctypes
+import multiprocessing
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +46,33 @@ IMPORTED = (
     "a process that this script starts (a loader's worker, by spawn or forkserver) imports it and comes to prepare: "
     'put what the script runs under `if __name__ == "__main__":`, or start workers by fork'
 )
+
+
+def refuse_unguarded(loader: Any) -> None:
+    """Raise `InputError` where a loader's workers import the script that runs, and would come to `prepare` in it.
+
+    Known before they are started by the place in the script that runs now. What a worker imports is not run under
+    `if __name__ == "__main__":`; another `if` may have a worker leave out what it guards, and `from_workers` sees it.
+    """
+    context = getattr(loader, "multiprocessing_context", None)
+    # asked so, Python does not settle on a default that the script may still set
+    method = (context or multiprocessing).get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[
+        0
+    ]
+    if not getattr(loader, "num_workers", 0) or method == "fork":
+        return
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    frame = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or file is None or frame.f_globals.get("__file__") != file or not Path(file).is_file():
+        return
+    statements = ast.parse(Path(file).read_bytes()).body
+    before = [statement for statement in statements if statement.lineno <= frame.f_lineno]
+    guards = [statement for statement in before if isinstance(statement, ast.If)]
+    by_name = any(isinstance(node, ast.Name) and node.id == "__name__" for guard in guards for node in ast.walk(guard))
+    if before and before[-1] not in guards and not by_name:
+        raise InputError(IMPORTED)
 
 
 def from_workers(batches: Iterator[Any]) -> Iterator[Any]:

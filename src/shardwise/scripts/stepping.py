@@ -310,6 +310,11 @@ class Stepping(OverRanks):
             self.meeting.steps("step")
         if closure is not None and self._shares:
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
+        if closure is not None and self._engine is None:  # a step under way holds the weights as they were
+            raise InputError(
+                f"optimizer.step(closure) comes before any forward, from which plan {self.plan} derives its cuts: call "
+                "the model on a batch once, in train mode, before the first step"
+            )
         engine = self.engine
         if closure is not None and engine.state.tier is not None:
             raise RefusedPlan(

@@ -39,7 +39,7 @@ from shardwise.trace.constructor_recorder import LARGE, recording
 from shardwise.trace.double import as_written
 from shardwise.trace.leaves import replaced, tensors_in
 from shardwise.trace.made_before import copied, parameters_put, stand_ins
-from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, bytes_of, ref_of
+from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, bytes_of, ref_of, storage_key
 
 
 def seed_of(*parts: object) -> int:
@@ -165,7 +165,13 @@ class Built:
 
         Lists and dicts of a module, modules hidden in them, closures and tables of a file's own keep such tensors.
         """
+        from shardwise.trace.stand_in import tensors_beside  # which reads this module's names of tensors
+
         named = {ref.storage for ref in self._refs.values()}
+        if named & tape.deferred:  # a view that is kept beside a weight or table is not filled with it
+            targets = {id(tensor) for tensor in self._targets.values()}
+            beside = [tensor for *_, tensor in tensors_beside(self.module) if id(tensor) not in targets]
+            named -= {storage_key(tensor) for tensor in beside if tensor.layout is torch.strided}
         if not tape.outliving(named):
             return
         gc.collect()  # what only a circle of references keeps is nobody's

@@ -70,6 +70,11 @@ def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(used), frozenset(assigned)
 
 
+def assigned_names(code: CodeType) -> frozenset[str]:
+    """Returns the names that code, and functions inside it, assign or delete, as globals or attributes."""
+    return _names(code)[1]
+
+
 def _assigned(code: CodeType) -> Iterator[str]:
     """Yields the names that code assigns or deletes, as globals or attributes.
 
@@ -126,6 +131,10 @@ class Reached:
                 self.classes[kind] = None  # made of the user's, by FSDP2: `type(self).seen += 1` writes there
         for function in (*_hooks_of(module), *functions):
             self._of_function(function)
+
+    def values(self) -> list[tuple[str, Any]]:
+        """Returns (name, value) of all places and objects, as they are now."""
+        return [*self.objects.values(), *((name, _read(owner, name)) for owner, name in self.places.values())]
 
     def _of_function(self, function: Any) -> None:
         """Follows what a callable reaches: its code, and the objects that it is bound to or holds."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.trace.deferred import named_tensors
-from shardwise.trace.outside_state import is_own
+from shardwise.trace.outside_state import Reached, is_own
 
 DEEP = 4  # containers within containers
 _OWN = frozenset(vars(nn.Module()))
@@ -61,7 +61,7 @@ def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DE
 
 
 class _Met(dict):
-    """Mapping for `exchange` that replaces nothing and records, as its keys, the ids that were looked up."""
+    """Mapping for `exchange` that replaces nothing and records what was looked up: the tensors, by their ids."""
 
     def get(self, key: int, default: Any = None) -> Any:
         self[key] = default
@@ -80,6 +80,27 @@ def held_beside(module: nn.Module) -> set[str]:
             if weights is not None:
                 child.__dict__["_flat_weights"] = weights
     return {name for name, param in module.named_parameters() if id(param) in met}
+
+
+def tensors_beside(module: nn.Module) -> Iterator[tuple[str, str, nn.Module | None, torch.Tensor]]:
+    """Yields (where, attribute, its module, tensor) for tensors that a module holds beside its tables of weights.
+
+    In attributes, in lists, dicts and objects there, and, with None for the module, in closures, globals and classes
+    that its code reaches.
+    """
+
+    def held(value: Any) -> list[torch.Tensor]:
+        met = _Met()
+        _exchanged(value, met, DEEP)
+        return list(met.values())
+
+    for path, child in module.named_modules():
+        for key, value in list(vars(child).items()):
+            if key not in _OWN:
+                where = f"{path}.{key}" if path else key
+                yield from ((where, key, child, tensor) for tensor in held(value))
+    for name, value in Reached(module).values():
+        yield from ((name, name, None, tensor) for tensor in held(value))
 
 
 def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:

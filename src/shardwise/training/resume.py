@@ -79,8 +79,12 @@ def refuse_default_beside(effective: Effective) -> None:
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns one line for each setting that differs from the checkpoint's and affects training."""
+
+    def told(value: Any) -> str:
+        return "not set" if value is None else str(value)
+
     return [
-        f"{key} was {before.get(key)} and is {now.get(key)}"
+        f"{key} was {told(before.get(key))} and is {told(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not NOT_TRAINED.fullmatch(key)
     ]

@@ -286,7 +286,16 @@ def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
             return _trial(built, seen, Stack(path, experts, names, seen.call), ranks)
         except _Failed as failed:
             reasons.append(str(failed))
-    raise RefusedPlan(f"ep={ranks}: '{path}' is called as experts are, but {reasons[0]}: use another ep, or ep=1")
+    trained = [
+        (leaf, param.shape[:1] == (sizes[0],)) for leaf, param in child.named_parameters() if param.requires_grad
+    ]
+    even = sizes[0] % ranks == 0
+    remedy = "use ep=1 (zero=3 over the same ranks shards what trains)" if even else "use another ep, or ep=1"
+    if trained and even and not any(stacked for _, stacked in trained):  # as peft's target_parameters has it
+        more = f" and {len(trained) - 1} more" if trained[1:] else ""
+        reasons[0] += f" ('{trained[0][0]}'{more}, which train, are of all experts together)"
+        remedy += ", or adapt layers beside the experts"
+    raise RefusedPlan(f"ep={ranks}: '{path}' is called as experts are, but {reasons[0]}: {remedy}")
 
 
 class _Failed(Exception):
