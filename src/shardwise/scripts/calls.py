@@ -308,10 +308,13 @@ def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Call
     if not isinstance(loader, PartLoader):
         return None
     leader = loader.events
+    # `prepared.split` makes a `PartLoader` with bare `Events`, whose batches no model trains on
     if not isinstance(leader, Calls):
         raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
+    # what the first model was prepared with, read from its `WholeBatch`
     scope = "sample" if leader.whole is None else "global" if leader.whole.spreads else "model"
     same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, scope)
+    # on one data rank the scope changes nothing, and the first model's reads as "sample" whatever was given
     if same != (mesh.data.size, mesh.data.index, randomness, loss_scope if mesh.data.size > 1 else "sample"):
         raise InputError(
             "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "

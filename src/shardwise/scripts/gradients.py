@@ -186,6 +186,7 @@ class Earlier:
 
 def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
     """Returns (copies of gradients, of slots or of FSDP2's parameters, {index: gradient} of uncut ones)."""
+    # FSDP2 accumulates at its own parameters; the other techniques at the slots' masters
     sharded = isinstance(technique, FullShard)
     held = technique.params if sharded else [slot.master for slot in technique.slots]
     uncut = {index: whole.clone() for index, whole in technique._whole_gradients.items()} if sharded else {}

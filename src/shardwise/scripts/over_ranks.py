@@ -120,9 +120,11 @@ class OverRanks(WeightAccess):
         device = self.mesh.device
         rows = [row_of([v], device) if _is_number(v) else v.to(device, torch.float64).reshape(-1) for v in given]
         row = torch.cat(rows) if rows else row_of([], self.mesh.device)
+        # where every rank holds the whole batch, its number is the sum already
         total = row if self._of_whole_batches else gather_rows(row, self.mesh.data).sum(dim=0)
         parts = list(zip(total.split([len(one) for one in rows]), given, strict=True))
         plain = [part for part, value in parts if _is_number(value)]
+        # one read for all numbers: each read makes the host wait for the device
         numbers = iter(read(torch.cat(plain), "a script's sums") if plain else [])
         return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
 
@@ -208,5 +210,6 @@ def check_number(value: Any, name: str) -> None:
         raise InputError(
             f"prepared.backward: {name} carries a gradient, and a loss is divided by a number: .detach() it"
         )
+    # of Python's numbers alone: reading a tensor's value would make the host wait for the device in each micro-batch
     if isinstance(value, int | float) and value < 0:
         raise InputError(f"prepared.backward: {name} is {value:g}, which turns the loss around: give how many count")

@@ -274,12 +274,16 @@ class PartLoader:
 
     def _sliced(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
         """Yields this rank's parts, cut out of whole batches; the first `_skip` batches are drawn and left out."""
+        # no sampler to skip by: batches are read, which moves generators as in the epoch that was saved
         for _ in range(self._skip):
             next(batches, None)
+        # generators are put where they stood when the checkpoint was written
         if self._skipped is not None:
             self._skipped()
         for number, batch in enumerate(batches, self._skip):
+            # ranks compare the first batch they read; later ones need no look
             self._look = [] if self._compared else look_of(batch)
+            # a DataLoader with batch_size=None: dim 0 would be taken for samples that it does not count
             if self._ranks > 1 and isinstance(self.whole, DataLoader) and not all(t.dim() for t in tensors_of(batch)):
                 raise Unfit(SINGLE)
             total = samples_of(batch, self._dim)
@@ -354,8 +358,10 @@ class PartSampler:
         return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
+        # an epoch that was left by `break` had drawn batches that nobody read
         self.dealt.clear()
         for number, batch in enumerate(self.batches):
+            # drawn all the same, so that the sampler's generator stands as when the checkpoint was written
             if number < self.skip:
                 continue
             if number == self.skip and self.skipped is not None:
@@ -364,6 +370,7 @@ class PartSampler:
             dealt = self.dealer.deal(len(indices))
             self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))
             mine = Indices(indices[dealt.local.start : dealt.local.start + dealt.local.count])
+            # one sample of the first batch is read by every rank beside its own, to compare what they read
             mine.shared = indices[0] if number == self.skip and indices else None
             yield mine
 

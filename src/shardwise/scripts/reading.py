@@ -220,7 +220,9 @@ def in_class_of(given: Any, made: Any) -> Any:
 
 
 def _lists_cut(tree: Any, share: Share, samples: int) -> Any:
+    """Returns the tree with lists of one number or string for each of `samples` cut to the share; tensors are cut."""
     kind = type(tree)
+    # lengths or names of samples; any other list is a container of such
     if kind is list and len(tree) == samples and all(isinstance(one, _ATOMS) for one in tree):
         return tree[share.start : share.start + share.count]
     if kind in (list, tuple):

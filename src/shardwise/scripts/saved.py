@@ -50,8 +50,10 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
     if prepared.side is not None:
         prepared.side.recorder.met("a save")
     engine, given = prepared.engine, {name: _node_of(name, value) for name, value in fields.items()}
+    # on replicas too: every rank writes its part of the files
     prepared.meet("shardwise.save(...)", always=True)
     prepared.compare()
+    # torch's schedulers write "initial_lr" into groups
     if not _has_schedule(fields) and any("initial_lr" in group for group in prepared.optimizer.param_groups):
         prepared._notices.say([NO_SCHEDULE])
     loader, calls = prepared.loader, prepared.calls

@@ -200,7 +200,10 @@ class Loop(Heard, Events):
         dealt = dealt if self.whole is None else self._of_whole(dealt.part.total)
         self._last += 1
         handed = Handed(self._last, batch, dealt, checksum, dim, own=own)
+        # batches of which nothing is left can meet no forward
         self._handed = [*(one for one in self._handed if one.lives), handed]
+        # the loop reads ahead: the batch at hand has met no forward yet, or others wait already, so this one queues
+        # behind
         if handed.traced and (self._ahead or (self._now is not None and self._now.awaits)):
             self._ahead.append(handed)
             self.resume()

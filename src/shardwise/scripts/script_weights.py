@@ -182,10 +182,14 @@ class ScriptWeights:
 
     def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Returns (args, kwargs) in which a parameter's gradient counts once, though every rank computes it."""
+        # it would return this rank's gradient to the script, which no hook adds up
         if func is torch.autograd.grad:
             refuse(RefusedPlan(TAKEN))
+        # the script's own code (a penalty) is computed alike by data ranks too; the model's forward on each one's
+        # samples
         axes = self._once if self._runs() else (*self._once_beside, *self._once)
         writes = getattr(func, "__name__", "") == "__set__"
+        # a write to an attribute, or what reads no values, has no gradient to count
         if not axes or writes or not reads_values(func) or not torch.is_grad_enabled():
             return args, kwargs
 
@@ -263,10 +267,13 @@ class OptimizerGuard:
 
     def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
         """Guard an optimizer's pieces from the script's reads, from here on; `state`: its state too."""
+        # a second `watch`, for groups that were added, finds the state guarded already
         if state and not isinstance(optimizer.state, StateOfPieces):
             optimizer.state = StateOfPieces(self._gate, optimizer.state)
         own = {id(param) for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        # the model's own parameters answer for themselves; of other classes are pieces that an earlier call has
+        # guarded
         self._masters = [param for param in params if id(param) not in own and type(param) is nn.Parameter]
         for master in self._masters:
             master.__class__ = self._kind

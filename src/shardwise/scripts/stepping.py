@@ -174,7 +174,9 @@ class Stepping(OverRanks):
         assert tally is not None
         with self._gate.open():
             tally.used.append(self.engine.technique.finish_micro_batch())
+        # a rank without samples ran a stand-in, whose loss and used parameters must not count
         tally.stood_in |= stands_in or (part is not None and part.count == 0)
+        # None: nobody knows how many, and each rank's loss counts as one
         samples = 1 if part is None else part.total if self._of_whole_batches else part.count
         tally.add(loss, 0 if stands_in else samples, {})
         self._micro += 1

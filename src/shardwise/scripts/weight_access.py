@@ -100,10 +100,12 @@ class WeightAccess(ABC):
 
     def whole_state(self, what: str) -> dict[str, torch.Tensor]:
         """Returns {name: whole tensor on the CPU} of weights and buffers, on every rank. `what`: this call."""
+        # within `whole()` every rank holds all weights: nothing is sent, so nobody is waited for
         if not self.whole_is_open:
             self.meet(what)
         if self.whole_is_open or self._engine is None:
             return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        # pieces that should be alike are checked before they are put together
         if self.held_in_pieces is not None:
             self.compare()
         with self._reading():
@@ -145,6 +147,7 @@ class WeightAccess(ABC):
         """Load `state`, by names within the submodule at `path`; returns missing and unexpected keys. Collective."""
         if not self.whole_is_open:
             self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
+        # torch's own loading, on whole weights: before the first call, or within `whole()`
         if self._engine is None or self.whole_is_open:
             module = self.model.get_submodule(path)
             with units_aside(module):
@@ -152,6 +155,7 @@ class WeightAccess(ABC):
         before = f"{path}." if path else ""
         with self._gate.open(), self._state_gate.open():
             given = {f"{before}{name}": value for name, value in state.items()}
+            # a submodule's state lacks the rest of the model; what it lacks of its own is asked below
             found = load_state_dict(self.engine.state, given, strict and not path)
         lost = [name.removeprefix(before) for name in found.missing_keys if name.startswith(before)]
         unknown = [name.removeprefix(before) for name in found.unexpected_keys]
@@ -309,6 +313,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
 def _near(whole: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the tensors by name on the device; on the host where they exceed an eighth of its memory."""
+    # an unknown size of the device's memory is no reason to stay away from it
     room = None if on_host(device) else memory_bytes(device)
     if on_host(device) or (room is not None and sum(each.nbytes for each in whole.values()) > room // 8):
         return whole

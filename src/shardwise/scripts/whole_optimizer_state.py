@@ -122,8 +122,10 @@ def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> d
     number_of = {name: number for number, name in enumerate(name for group in names for name in group)}
     state: dict[Any, Any] = {}
     for name, found in engine.full_optimizer_state():
+        # a frozen parameter has no state; one that is in no group of the script has no number
         if found and name in number_of:
             state[number_of[name]] = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), found)
+    # what an optimizer keeps beside its parameters (under a name) is alike on all ranks
     state |= {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = []
     for group, own in zip(optimizer.param_groups, names, strict=True):
@@ -136,6 +138,7 @@ def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, li
     """Returns (state by parameter's name, options of each group, state of no parameter) of a whole `state_dict`."""
     groups, of_groups = whole["param_groups"], [len(group) for group in names]
     saved = [len(group["params"]) for group in groups]
+    # torch's own check, whose message would be of pieces
     if saved != of_groups:
         raise InputError(
             f"optimizer.load_state_dict: the state has groups of {saved} parameters, this optimizer {of_groups}: it is "

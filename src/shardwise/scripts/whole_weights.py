@@ -193,9 +193,11 @@ class WholeWeights:
         alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
         pieces = [inputs] if alone else list(inputs)
         units = [self._in_units.get(id(piece)) for piece in pieces]
+        # a unit whose forward ran has put its gathered parameter into the graph in place of the piece
         gathered = [getattr(unit, "_unsharded_param", None) for unit in units]
         there = [at for at, tensor in enumerate(gathered) if tensor is not None]
         asked = [*pieces, *(gathered[at] for at in there)]
+        # of the piece and the gathered one mostly one is unused, so None must be allowed here and is asked for below
         made = torch.autograd.grad(outputs, asked, *args, allow_unused=True, **kwargs)
         gradients = list(made[: len(pieces)])
         for at, whole in zip(there, made[len(pieces) :], strict=True):

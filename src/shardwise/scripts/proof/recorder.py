@@ -90,6 +90,7 @@ class ScriptRecord:
         """Rename parameters that were recorded by their place in an optimizer to their names in a model."""
 
         def of(number: int, text: str) -> str:
+            # an optimizer beyond the names trains nothing that was prepared, and keeps its numbers
             known = names[number] if number < len(names) else {}
             return _PLACE.sub(lambda place: known.get(place[0], place[0]), text)
 
@@ -189,6 +190,7 @@ class ScriptRecorder:
         if self.job.total is not None and len(self.record.steps) >= self.job.total:
             raise Enough
         enough = self.job.limit is not None and self._counts and min(self._counts) >= self.job.limit
+        # a model that never steps would let the run go on for ever: four times as many steps in all are enough
         many = self.job.limit is not None and sum(self._counts) >= 4 * self.job.limit * max(1, len(self._counts))
         if enough or many or (self.job.epochs is not None and self._ended_epochs >= self.job.epochs):
             raise Enough
@@ -208,6 +210,7 @@ class ScriptRecorder:
     @torch.no_grad()
     def before(self, model: int, gradients: Named) -> None:
         """Record whole gradients, (name, tensor or None), as an optimizer's step begins."""
+        # a new record from here on: backwards after this step belong to the next
         step, self._coming[model] = self._coming[model], StepRecord(model)
         for name, gradient in gradients:
             self._note(model, f"the gradient of {name}", gradient)
@@ -216,6 +219,7 @@ class ScriptRecorder:
                 step.squares += float(gradient.detach().abs().double().square().sum())
         batches, self._since = self._since, StepRecord(0)
         step.samples, step.content = batches.samples, batches.content
+        # generators moved since the batch came, so something drew within this step
         if self._stood is not None and standing() != self._stood:
             self.record.drew.add(len(self.record.steps))
         self.record.steps.append(step)

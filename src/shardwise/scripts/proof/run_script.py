@@ -129,8 +129,10 @@ def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str
     own = {id(part) for model in models if isinstance(model, nn.Module) for part in model.modules()}
     tensors: dict[str, torch.Tensor | None] = {}
     for name, module in names.items():
+        # a module that holds a prepared one, or is part of one, is compared with it
         if isinstance(module, nn.Module) and not any(id(part) in own for part in module.modules()):
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                # other classes (DTensors, parts) hold a rank's share, which one process has not
                 if type(tensor) in (torch.Tensor, nn.Parameter):
                     tensors[f"{name}.{key}"] = sketch(tensor)
     return tensors

@@ -345,6 +345,7 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
             "ranks that it sets up by itself (--nproc 2)"
         )
     chosen = Plan.parse(plan) if plan is not None else plans[0]
+    # a script's loop calls backward as often as its own plan says, whichever degrees are to be proven
     if chosen.accumulate == 1:
         chosen = chosen.with_(accumulate=plans[0].accumulate)
     if chosen.world_size == 1:
