@@ -91,12 +91,15 @@ def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
     paths, inside = set(), tuple(f"{path}." for path, layer in model.named_modules() if _is_adapted(layer))
     for path, layer in model.named_modules():
         base = getattr(layer, "base_layer", layer)
+        # within an adapter lie linear layers of its own, which peft does not adapt again
         if not (isinstance(base, torch.nn.Linear) or type(base).__name__ == "Conv1D") or path.startswith(inside):
             continue
         parts = path.split(".")
         for target in targets:
             wanted = target.split(".")
+            # as many last parts as the pattern has: "q_proj" and "attention.q_proj" name the same layer
             ends = len(wanted) <= len(parts) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
+            # peft's "all-linear" leaves out the output layer
             if (ends and target != "all-linear") or (target == "all-linear" and base is not head):
                 paths.add(path)
     return paths

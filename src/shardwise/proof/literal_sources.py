@@ -75,6 +75,7 @@ def mistokenized(section: Any, task: Any) -> list[str]:
     """Returns [a sentence] where a task's tokens are not those of its text files, each with the end token; else []."""
     named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
     files = [Path(path) for paths in named for path in paths]
+    # a task over other data, or over files too large to be encoded a second time, is not compared
     if not isinstance(task.data, TokenSource) or not files or sum(file.stat().st_size for file in files) > MOST_BYTES:
         return []
     tokenizer, wanted = read_tokenizer(section.tokenizer), list[int]()
@@ -99,6 +100,7 @@ def _span(source: Any) -> Any:
 
 def _count(source: Any) -> int | None:
     """Returns how many samples a source has by its files or arrays; None where they are not counted here."""
+    # a blend's own `len` is not trusted where a part can be counted
     if isinstance(source, Blend):
         counts = [(_count(one), one) for one in source.sources]
         return sum(len(one) if count is None else count for count, one in counts)
@@ -117,6 +119,7 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
         return _of_tokens
     if isinstance(source, DigitsSource):
         return _of_digits
+    # rows of chats are encoded again for each one: only files small enough for that are read
     if isinstance(source, JsonlSource) and source.encode is not None and _is_read(source):
         return _of_lines
     return _of_arrays if isinstance(source, ArraySource) else None
@@ -171,6 +174,7 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
     lines = [line for path in source.paths for line in path.read_bytes().splitlines() if line.strip()]
     documents = []
     for record in map(json.loads, lines):
+        # a chat's template decides which tokens are the answers', not the roles alone
         if source.template is not None and "messages" in record:
             documents.append(_of_chat(source.template.folder, record))
             continue
@@ -181,9 +185,11 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
         else:
             said = [(record["text"], True)]
         pairs = [(token, counts) for text, counts in said for token in source.encode(text)]
+        # the end token counts as learned, so that a model learns to stop
         pairs = pairs if source.end is None else [*pairs, (source.end, True)]
         documents.append(([token for token, _ in pairs], [counts for _, counts in pairs]))
     cut = [(tokens[: source.seq_len], learned[: source.seq_len]) for tokens, learned in documents]
+    # the first token is predicted from nothing, so a document of which it alone would be learned has no loss
     return [(tokens, learned) for tokens, learned in cut if any(learned[1:])]
 
 

@@ -49,6 +49,7 @@ class Located:
         when = "before the first step" if self.step < 0 else f"step {self.step}"
         where = f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
         what = f" {self.tensor}" if self.tensor else ""
+        # "forward of", "backward of": the phase is of a module, and has no tensor's name
         if self.phase.endswith(" of") and not what:
             what = f" '{self.module}'" if self.module else " the whole model"
         kind = f"; {self.kind}" if self.kind else ""

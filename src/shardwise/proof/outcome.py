@@ -79,10 +79,12 @@ class Parity:
     @property
     def equal(self) -> bool:
         """Whether everything compared is within its bar, and nothing else differs."""
+        # no loss was compared: nothing ran, so nothing is equal
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
         errors = [("loss", "", self.loss_error), ("norm", "", self.norm_error or 0.0)]
         errors += [(kind, name, error) for kind in KINDS for name, error in self.errors(kind).items()]
+        # a NaN error fails `<=`, and so is no agreement
         return all(error <= self.bar(kind, name) or (kind, name) in self.noisy for kind, name, error in errors)
 
     @property

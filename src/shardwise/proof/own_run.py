@@ -206,6 +206,7 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
     compute, own = dtypes.said(plan)[0], Settings(seed=settings.seed, nudge=nudge)
     for place, (name, param) in enumerate(module.named_parameters()):
         master = held[name].to(dtypes.said(plan)[1]) if name in held else param
+        # a name that the record lacks keeps the value with which the module was built
         param.data = moved_by_epsilon(master.to(compute), own, 0, place)
     for name, buffer in module.named_buffers():
         if name in held:
@@ -214,10 +215,12 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
     chosen = held_out(len(task.eval_data), settings)
     total = weight = 0.0
     for first in range(0, len(chosen), settings.batch):
+        # drawn as at the run's own evaluation, where reading draws (a crop)
         with drawing(0, 0, first):
             batch = task.eval_data.read(chosen[first : first + settings.batch])
         loss, _ = loss_in(task, module, batch, compute, own, first, set())
         total, weight = total + float(loss.total), weight + float(loss.weight)
+    # a mean over weights, not over batches: the last batch may be short
     return total / weight
 
 

@@ -66,6 +66,7 @@ def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
 
     def walk(path: str, value: Any) -> None:
+        # state nests as an optimizer likes (LBFGS keeps lists of tensors): each leaf is named by the way to it
         if isinstance(value, dict):
             for key, item in value.items():
                 walk(f"{path}.{key}" if path else str(key), item)

@@ -262,8 +262,10 @@ def _lists(module: nn.Module) -> dict[str, int]:
     lengths = {}
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in blocks):
         container = module.get_submodule(parent)
+        # in a plain list or a dict of modules an entry that is left out could be asked for by its key
         if isinstance(container, nn.ModuleList | nn.Sequential):
             children = [f"{parent}.{name}" if parent else name for name, _ in container.named_children()]
+            # a stem or a head among the blocks is no repetition, and must not be left out
             if blocks.issuperset(children):
                 lengths[parent] = len(container)
     return lengths
