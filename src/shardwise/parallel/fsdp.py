@@ -49,6 +49,7 @@ def units_aside(module: nn.Module) -> Iterator[None]:
 
     A unit takes what it finds there after `load_state_dict` for its shards.
     """
+    # copies: hooks are taken out of the tables themselves, which torch goes through
     before = [(child._load_state_dict_post_hooks, {**child._load_state_dict_post_hooks}) for child in module.modules()]
     for hooks, hooks_before in before:
         for key, hook in hooks_before.items():
@@ -57,6 +58,7 @@ def units_aside(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # rebuilt as they were, as putting single hooks back would change their order
         for hooks, hooks_before in before:
             hooks.clear()
             hooks.update(hooks_before)
@@ -187,8 +189,10 @@ class _Copies:
 def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs: Any) -> None:
     """Starts a group's gather from copies of its shards on the device, in the stream of copies."""
     group = owner()
+    # the unit ended while a gather was asked for
     if group is not None:
         type(group).unshard(group, *args, **kwargs)
+        # asked for twice (a prefetch, then the unit itself): the second call begins no copy of its own
         if group._all_gather_result is not None and group._all_gather_result is not copies.gather:
             copies.gather = group._all_gather_result
             with group.device_handle.stream(group.comm_ctx.all_gather_copy_in_stream):

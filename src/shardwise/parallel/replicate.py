@@ -104,12 +104,15 @@ class Replicate:
 
     def _collect(self, travelling: int = 0) -> None:
         """Wait for reductions, but for so many of the last."""
+        # the newest reduction goes on while the step uses what came before it
         while len(self._pending) > travelling:
             pending, bucket = self._pending.pop(0)
             pending.wait()
+            # without `use_as_made` gradients stay in the buckets until the step's end
             if self._arrived is None:
                 continue
             flat, slots = bucket.buffer if self._in_buckets else None, []
+            # one that backward did not fill waits for `finish_step`, which knows whom any rank reached
             if bucket.whole:
                 self._set_gradients(bucket, {entry.index for entry in bucket.layout.entries})
                 slots = [self.slots[entry.index] for entry in bucket.layout.entries]

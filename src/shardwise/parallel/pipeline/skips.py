@@ -106,10 +106,12 @@ def _alike(call: ModuleCall, later: Flow) -> bool:
     True where it makes no such call.
     """
     twin = next((other for other in later.calls() if (other.path, other.place) == (call.path, call.place)), None)
+    # a call that chance left out of the later forward says nothing against it
     if twin is None:
         return True
     of_twin = (twin.spec, twin.shapes, [leaf.value for leaf in twin.leaves], [leaf.shape for leaf in twin.leaves])
     of_call = (call.spec, call.shapes, [leaf.value for leaf in call.leaves], [leaf.shape for leaf in call.leaves])
+    # equal to the value: a call that hands on another number each time may not be left out
     return not twin.moves and _plain(twin) and of_twin == of_call
 
 

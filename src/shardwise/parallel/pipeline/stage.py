@@ -196,13 +196,17 @@ class StagedModule:
 
     def _before_hooks(self, child: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the arguments of a call before hooks on their gradients lie around them; begin the stage there."""
+        # recomputation in backward, and calls outside of a stage, are not what was looked at
         if not self._running or self._stage is None or transforming():
             return
         call = id(child), self._counts.get(id(child), 0)
         for note in self._notes[self._stage.index].get(call, ()):
+            # note[2]: of the call's arguments; results are noted when it returns
             if note[2]:
                 self._noted[note] = tree_flatten((args, kwargs))[0]
         action = self._actions[self._stage.index].get(call)
+        # only a stage's entry must come before the hooks' views; what is sent at its exit goes through the wrapped
+        # forward
         if isinstance(action, partial) and action.func == self._enter:
             with self._inside(None):
                 action(args, kwargs)

@@ -410,7 +410,9 @@ class Talk:
         words, specs = json.loads(bytes(read(text, "words of a message")))
         tensors: list[torch.Tensor | None] = []
         for spec in specs:
+            # None stays None: a gradient that the other side does not have
             made = None if spec is None else torch.empty(spec[1], dtype=BY_NAME[spec[0]])
+            # of an empty tensor nothing was sent, and its shape says all
             if made is not None and made.numel():
                 arrived = self._receive(torch.view_as_real(made) if made.is_complex() else made, source, goal)
                 made = torch.view_as_complex(arrived) if made.is_complex() else arrived

@@ -145,12 +145,15 @@ def _as_it_is(name: str, args: tuple, kwargs: dict) -> bool:
     """
     mask, *rest = args
     options = [*rest, *kwargs.values()]
+    # "to" a device or dtype that it has already makes no tensor
     if name == "to":
         same = (torch.bool, mask.device, str(mask.device))
         return all(option in same for option in options if not isinstance(option, bool))
+    # detach and contiguous leave it alone; with options they would make one
     if name != "__getitem__":
         return not options
     taken = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+    # a slice that takes less than all would have to be made
     return len(taken) <= mask.dim() and all(
         isinstance(part, slice) and part.indices(n) == (0, n, 1) for part, n in zip(taken, mask.shape, strict=False)
     )

@@ -116,6 +116,7 @@ def _at_once(call: Call, source: int, rank: int) -> Iterator[tuple[At, At, Range
     """Yields all runs of two ranks as one pair, masked index by index; nothing where no query reads a key."""
     q = call.queries.indices(rank)
     k = np.arange(call.key_count) if call.keys is None else call.keys.indices(source)
+    # the last query reads no key that lies behind it, so of a causal pair nothing may be left
     if len(q) and len(k) and not (call.is_causal and k[0] > q[-1]):
         yield q, k, (0, len(q)), (0, len(k)), "causal" if call.is_causal else "masked" if call.masked else "full"
 

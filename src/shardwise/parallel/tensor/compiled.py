@@ -234,8 +234,10 @@ class _Compiled:
 
     def _check_structure(self) -> None:
         """Raises `_NotWritten` where a module inside the block has hooks, or another forward than its class."""
+        # of the block itself hooks lie around the program, and its forward is the one that is compiled
         for name, child in self.block.named_modules():
             hooked = [hooks for hooks in _HOOKS if getattr(child, hooks)] if child is not self.block else []
+            # a program is written from the class's forward alone, and would leave both out
             if child is not self.block and ("forward" in vars(child) or hooked):
                 raise _NotWritten(f"'{name}' inside it has hooks or another forward than its class")
 

@@ -73,9 +73,11 @@ class TrialModule:
         training = {child: child.training for child in module.modules()}
         module.train()
         batch = self.batch if self.fake is None else given_to(self.fake, self.batch)
+        # the same module is tried several times, and trained afterwards
         try:
             draws = (torch.random.fork_rng(devices=[]), python_restored())
             known = nullcontext() if self.fake is None else values(self.fake, draws=True)
+            # draws of the trial are given back, so that a run draws as one without it
             with standing_in(module, make) as named, draws[0], draws[1], known as mode, known_values_read():
                 self.mode = mode
                 yield named, batch
