@@ -126,8 +126,10 @@ def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 def _state_dicts(value: Any, name: str) -> Any:
     """Yields (dotted place in `value`, {name: tensor}) of each nested dict that holds tensors alone."""
+    # weights are looked for in dicts with text as keys alone: lists have no names to match by
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return
+    # nothing but tensors: this is a state dict, found at `name` (a file may hold several)
     if all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         yield name, dict(value)
         return

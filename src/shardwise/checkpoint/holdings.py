@@ -61,10 +61,13 @@ def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, 
     whole = shape
     for spread in (engine.state.experts, engine.state.tensor):
         whole = whole if spread is None else spread.full_shape(name, whole)
+    # a dim of size 0 has no run at all
     runs: list[Runs] = [((0, size),) if size else () for size in whole]
+    # under tp a weight's cut dim is this rank's indices of it, in the order in which the shares lie
     if engine.state.tensor is not None and name in engine.state.tensor.cuts:
         cut, axis = engine.state.tensor.cuts[name], engine.state.tensor.axis
         runs[cut.dim] = runs_of(cut.owners.indices(axis.index))
+    # experts are whole tensors on their ranks, one after the other along dim 0
     if engine.state.experts is not None and name in engine.state.experts.experts:
         experts_here, place = shape[0], engine.state.experts.axis.index
         runs[0] = narrowed(runs[0], place * experts_here, (place + 1) * experts_here)

@@ -116,8 +116,10 @@ def unsealed(path: Path) -> dict[str, Any]:
     """Returns the dict in a file that `sealed` wrote; `InputError` that names what is wrong with the file."""
     try:
         size = size_of(path)
+        # read whole into memory, so its size is looked at first: a file may be anything
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes are more than any checkpoint needs")
+        # any JSON file may be given: say what is wrong before its fields are read
         whole = parsed(path.read_bytes())
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
             raise ValueError("it is no manifest of a checkpoint")
@@ -126,9 +128,11 @@ def unsealed(path: Path) -> dict[str, Any]:
                 f"it has version {str(whole.get('version'))[:20]} of the format, this is version {VERSION}"
             )
         content = whole["content"]
+        # the digest is over the text that is written, so a changed byte shows whatever it was
         actual = xxhash.xxh3_128_hexdigest(canonical(content))
         if actual != whole["digest"]:
             raise ValueError(f"its digest should be {str(whole['digest'])[:40]} and is {actual}")
+        # the digest covers the content alone: what lies beside it would be unprotected
         if not isinstance(content, dict) or set(whole) != {"format", "version", "digest", "content"}:
             raise ValueError("it has other fields than a manifest")
         return content

@@ -197,6 +197,7 @@ def copy_common(source: np.ndarray, source_piece: Piece, target: np.ndarray, tar
     for theirs in source_piece.boxes:
         for mine in target_piece.boxes:
             runs = [_common(a, b) for a, b in zip(theirs.runs, mine.runs, strict=True)]
+            # no common run in some dim: the pieces share nothing
             if all(runs):
                 source_box = source[theirs.offset : theirs.offset + theirs.count].reshape(theirs.shape)
                 target_box = target[mine.offset : mine.offset + mine.count].reshape(mine.shape)

@@ -137,12 +137,15 @@ def _message(
 ) -> str:
     """Returns the message: which tensors differ, on which ranks where that is known, and `why`; `more`: added to it."""
     keys = sorted(_plain(key) for key in wrong)
+    # four names are enough to see the pattern; the count says how much else
     names = ", ".join(f"'{key}'" for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     ranks = sorted(next(iter(wrong.values())))
     who = f"of ranks {', '.join(map(str, ranks))}, and two cannot tell which is right"
+    # with two ranks no majority says who is wrong
     if blamed:
         who = f"on rank {', '.join(map(str, blamed))}: {why}"
     when = f"after {step} steps"
+    # the loss of that step was already computed with the wrong weight
     if any(key.startswith(BEFORE) for key in wrong):
         when += ", before the last one's update,"
     return (

@@ -229,8 +229,10 @@ class Saver:
     def _check_space(self) -> None:
         """Raises `RunError` where the folder cannot be made or the disk lacks the bytes. Collective."""
         free, error = 0.0, ""
+        # one rank knows the disk, and tells the others: a rank that raises alone would be waited for
         if self.engine.rank == 0:
             try:
+                # at a run's first save: what an earlier run left half written goes, and ranks look for one file
                 if not self._made:
                     self.disk.folder(self.folder)
                     publish.clear(self.folder, self.disk)
@@ -239,10 +241,12 @@ class Saver:
             except OSError as problem:
                 error = f"{self.folder}: {problem.strerror}"
         free, error = gather_json([free, error], self.engine.mesh.world, self.engine.device)[0]
+        # a rank on another host may have a folder of this name to itself
         error = error or ("" if self._made else self._not_shared())
         if error:
             raise RunError(f"no checkpoint of step {self.engine.steps_done} was written: {error}")
         self._made = True
+        # refused now, rather than by a write that fails halfway
         if free < SLACK * self.total_bytes:
             raise RunError(
                 f"no checkpoint of step {self.engine.steps_done} was written: it needs "
