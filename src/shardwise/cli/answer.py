@@ -84,12 +84,15 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
         self.code, message = _code_and_message(error, self.command)
+        # JSON tells a refusal under a key of its own, so that a script need not read the message
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
         else:
             self.fields["error"] = message
+        # click prints the usage line for its own errors only where it handles them itself
         if isinstance(error, click.UsageError) and error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
+        # torchrun shows the message of the first failed rank at its end; on stderr it would stand there twice
         if not _left_to_torchrun(message):
             click.echo(f"shardwise: {message}", err=True)
         if self.show_traceback:

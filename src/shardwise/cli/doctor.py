@@ -53,10 +53,12 @@ def doctor(answer: Answer, folder: str, plan: str | None) -> None:
     Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
     well, 1 when something is not.
     """
+    # rates are measured between ranks, and `doctor` alone would start none
     if plan is not None and _alone():
         raise click.UsageError("--plan is measured over a launcher's ranks, and there are none: srun shardwise doctor")
     with timing(not answer.as_json) as say:
         checks = list(look(Path(folder), say, plan))
+    # the text is for a report: every check is listed, and problems are repeated at its end
     answer.fields["checks"] = [asdict(check) for check in checks]
     bad = [check for check in checks if check.problem]
     lines = [f"{'!!' if check.problem else 'ok'}  {check.what:16} {check.found}" for check in checks]
@@ -123,6 +125,7 @@ def _environment() -> Iterator[Check]:
     from shardwise.ranks import here
     from shardwise.ranks.launchers import LAUNCHERS
 
+    # what launchers set is shown whatever its name; other variables by the pattern of what ranks read
     read = {name for launcher in LAUNCHERS for name in launcher.numbers}
     told = {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name) or name in read}
     shown = [f"{name}={'***' if _SECRET.search(name) else value}" for name, value in told.items()]
@@ -139,6 +142,7 @@ def _devices() -> Iterator[Check]:
     from shardwise.device import accelerator, device_count, device_name
 
     kind = accelerator()
+    # a host without accelerators is no problem: ranks run on the CPU there
     if kind is None:
         built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no device"
         yield Check("devices", f"CPU ({built})")
@@ -147,11 +151,13 @@ def _devices() -> Iterator[Check]:
     room, reaches = (getattr(module, name, None) for name in ("mem_get_info", "can_device_access_peer"))
     for index in range(count):
         told, problem = device_name(torch.device(kind.type, index)) or kind.type, ""
+        # not every accelerator's module can tell its free memory, or whether devices reach each other
         if room is not None:
             free, total = room(index)
             told += f", {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
             problem = "less than half of its memory is free: another process uses it" if free < total / 2 else ""
         yield Check(f"{kind.type}:{index}", told, problem)
+    # of one device there is nothing to reach
     if count > 1 and reaches is not None:
         pairs = [reaches(0, other) for other in range(1, count)]
         yield Check("links", "devices reach each other directly" if all(pairs) else "through the host's memory")
@@ -191,6 +197,7 @@ def _shared_memory() -> Iterator[Check]:
 def _disk(folder: Path) -> Iterator[Check]:
     """Yields the free space where runs are to go, and the time of a synced megabyte there."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    # the folder need not exist yet, but a file above it will stop the run
     if not above.is_dir():
         yield Check("disk", f"{above} is a file", f"runs cannot go to {folder}, which lies below a file")
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
