@@ -147,6 +147,7 @@ def write_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with renamed(folder / PAYLOAD) as file:
+            # the payload is renamed first and the description last: a folder with a description is whole
             for chunk in _chunks(parts):
                 digest.update(chunk)
                 count += file.write(chunk)
@@ -190,11 +191,13 @@ def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
     """Returns the .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
     files = []
     for folder, subfolders, names in os.walk(root):
+        # in place, so that os.walk does not go into them
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         files += [Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
     if not files:
         raise InputError(f"{root} holds no .py files: give text of your own to write_corpus")
     left = limit
+    # in the order of a hash, so that any `limit` gives a mixture of the library's modules
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if left <= 0:
             return
@@ -237,6 +240,7 @@ def _description(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is missing: there is no corpus here; make one with write_corpus") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}): write the corpus again") from error
+    # versions are checked before fields: another version may have others
     if not isinstance(described, dict) or described.get("version") != VERSION:
         version = described.get("version") if isinstance(described, dict) else None
         raise InputError(
@@ -244,6 +248,7 @@ def _description(path: Path) -> dict[str, Any]:
         )
     kinds = {"dtype": str, "count": int, "source": str, "sha256": str}
     wrong = [key for key, kind in kinds.items() if not isinstance(described.get(key), kind)]
+    # the payload's size is checked against `count` when it is opened; here that it can be one
     if wrong or described["dtype"] != "uint8" or described["count"] < 1:
         raise InputError(f"{path} has a wrong {wrong[0] if wrong else 'dtype or count'}: write the corpus again")
     return described

@@ -91,12 +91,15 @@ class JsonlSource:
 
     def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Returns (tokens int32, whether each is learned) of one line; raises `InputError` where none is learned."""
+        # a chat template writes the turns in its own way, and knows which tokens are the answer's
         if self.template is not None and isinstance(line.get("messages"), list):
             options = {"tools": line["tools"]} if line.get("tools") else {}
             ids, learned = self.template.document(where, line["messages"], **options)
+            # an empty answer teaches its closing mark alone, which is told
             self._without_words += any(
                 turn["role"] == "assistant" and turn.get("content") == "" for turn in line["messages"]
             )
+            # the first token is predicted from nothing, so learned tokens must lie behind it
             if not any(learned[1:]):
                 raise InputError(f"{where}: nothing to learn: {_unlearned(line['messages'])}")
             return np.asarray(ids, dtype=np.int32), np.asarray(learned, dtype=bool)
@@ -108,6 +111,7 @@ class JsonlSource:
             ids = encode(text)
             tokens += ids
             learn += [counts] * len(ids)
+        # the end is learned: it is how a model learns to stop
         if end is not None:
             tokens.append(end)
             learn.append(True)
@@ -194,9 +198,11 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
 
 def _pieces(where: str, line: dict[str, Any]) -> list[tuple[str, bool]]:
     """Returns pairs (text, whether it is trained on) of a line."""
+    # the most particular form first: a line with a completion may carry a "text" for people
     if "completion" in line:
         pieces = [(line.get("prompt", ""), False), (line["completion"], True)]
     elif "messages" in line and isinstance(line["messages"], list):
+        # a turn that is no dict has no content: the check below names it
         turns = [turn if isinstance(turn, dict) else {} for turn in line["messages"]]
         pieces = [(turn.get("content"), turn.get("role") == "assistant") for turn in turns]
     elif "text" in line:

@@ -187,11 +187,13 @@ def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: 
     """Raises `InputError` for numbers that do not go together: batch, ranks, accumulation, length."""
     if steps.order.length != length:
         raise InputError(f"the order is over {steps.order.length} samples but the source has {length}")
+    # of fewer samples than micro-batches some micro-batch would be empty in every step
     if steps.batch_size < steps.accumulate:
         raise InputError(
             f"batch_size {steps.batch_size} is smaller than accumulate {steps.accumulate}: every micro-batch "
             f"needs a sample; give batch_size {steps.accumulate} or more, or lower accumulate"
         )
+    # an epoch shorter than a batch: its one batch has what there is
     whole = min(steps.batch_size, length)
     if whole < steps.data_ranks:
         raise InputError(
@@ -202,6 +204,7 @@ def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: 
         raise InputError(
             f"drop_last leaves no batch at all: the source has {length} samples and batch_size is {steps.batch_size}"
         )
+    # 0 for none given: only a negative number is wrong
     if min(start, prefetch, workers, epochs or 0) < 0:
         raise InputError(
             f"start, prefetch, workers and epochs cannot be negative, got {start}, {prefetch}, {workers} and {epochs}"

@@ -107,6 +107,7 @@ class TokenSource:
 def _mapped(path: Path, dtype: str) -> np.ndarray:
     """Returns a file's tokens, mapped, (N,) of an integer dtype: a .npy file's own, `dtype` of a raw one."""
     try:
+        # .npy says its dtype itself; a raw file has none, so its length must at least fit
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
@@ -116,8 +117,10 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
             tokens = np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} cannot be read as tokens: {error}") from error
+    # a matrix of tokens, or probabilities, would be read as one long text
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not a vector of whole numbers")
+    # the wrong width reads a raw file without any error: every second number is 0 then
     _refuse_half(path, tokens)
     return tokens
 
