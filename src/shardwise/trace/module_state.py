@@ -113,12 +113,15 @@ class ModuleState:
             for table, key in places:
                 if (id(table), key) in kept:
                     value, copied = kept[id(table), key]
+                    # an object that was passed in stands for what it held then
                     if isinstance(copied, PassedState):
                         below.enter_context(copied.standing_in())
+                    # a generator's state, and the like
                     elif isinstance(value, KINDS):
                         below.enter_context(standing_at(value, copied))
                     table[key] = _standing_in(value, copied, self._by_value)
                 else:
+                    # inside, what was absent is taken out: a forward may ask whether it is there
                     del table[key]
             try:
                 yield
@@ -189,9 +192,11 @@ class PassedState:
         """Notes a value's contents, and those of all that it holds, but for large data and objects of other kinds."""
         if self._is_data(value):
             return
+        # one tensor once, whatever holds it
         if self._written and id(value) not in self._seen and _is_plain(value):
             self._seen.add(id(value))
             self._tensors.append((value, *_copied(value)))
+        # modules, classes and functions are code, and tensors were noted above
         if isinstance(value, torch.Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
             return
         # an object of torch's is not a forward's to take apart
@@ -209,8 +214,10 @@ class PassedState:
     def standing_in(self) -> Iterator[None]:
         """Context: the objects have their recorded contents inside, and their present ones again afterwards."""
         now = [(table, _copy_of(table)) for table, _ in self._tables]
+        # only tensors that were written since: the others are the same objects still
         old = {id(tensor): clone for tensor, clone, version in self._tensors if tensor._version != version}
         for table, contents in self._tables:
+            # a tensor that was written keeps its new values, and its copy stands in its place meanwhile
             _refill(table, _replaced(contents, old) if old else contents)
         try:
             yield
@@ -318,12 +325,15 @@ def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
 
 def _differs(now: Any, value: Any, copied: Any) -> bool:
     """Whether an entry is another object than `value`, or `value` has other contents than when it was `copied`."""
+    # another object is another value, whatever it holds
     if now is not value:
         return True
+    # tensors by their version: comparing every element would take as long as the forward
     if isinstance(value, torch.Tensor):
         return value._version != copied[1]
     if isinstance(copied, PassedState):
         return copied.changed()
+    # generators: their own state
     if isinstance(value, KINDS):
         return state_of(value) != copied
     if isinstance(value, dict):
