@@ -122,9 +122,11 @@ class PendingRow:
         square_norm   () float64, the same on all data ranks, where it was not known when the rows went off
         """
         self._pending.wait()
+        # the norm came from a reduction that was still under way when the rows went off: all ranks have the same
         if square_norm is not None:
             self._table[:, SQUARE_NORM] = square_norm
         rows = read(self._table, "control row")
+        # what scripts compare over ranks stands at the end of the row
         if self._tally.alike:
             self._tally.alike_by_rank = [row[-len(self._tally.alike) :] for row in rows]
         total, weight, *extras = self._sums(rows)
@@ -133,6 +135,7 @@ class PendingRow:
             weight=weight,
             samples=int(sum(row[2] for row in rows)),
             extras=dict(zip(self.names, extras, strict=True)),
+            # the same parameters were used on all, and no rank ran a stand-in, which reaches others
             same_branches=all(row[3] == rows[0][3] and not row[4] for row in rows),
             square_norms=[row[SQUARE_NORM] for row in rows],
         )
@@ -140,10 +143,12 @@ class PendingRow:
     def _sums(self, rows: list[list[float]]) -> list[float]:
         """Returns [total, weight, *extras] over all ranks; with pieces rounded once, whatever their order."""
         columns = [0, 1, *range(6, 6 + len(self.names))]
+        # without pieces ranks' rows are added up in the order of ranks
         if not self.pieces:
             return [sum(row[column] for row in rows) for column in columns]
         first = 6 + len(self.names)
         starts = range(first, first + len(columns) * self.pieces, self.pieces)
+        # `fsum` rounds once: the sum is the same whichever rank had which piece
         return [math.fsum(value for row in rows for value in row[start : start + self.pieces]) for start in starts]
 
 

@@ -90,6 +90,7 @@ def loss_on(task: Task, output: Any, batch: Any) -> Loss:
 
 def _instead_of_a_tensor(output: Any) -> str:
     """Returns a note: the type of a model's output that is no tensor, and how Task.loss takes a tensor from it."""
+    # the likeliest mistake first: a forward without `return`
     if output is None:
         return "The model returned None: let its forward end in `return`"
     if isinstance(output, Mapping):
@@ -98,6 +99,7 @@ def _instead_of_a_tensor(output: Any) -> str:
         return f"The model returned a {kind} of {keys}: take from it in Task.loss, as output[{first!r}]"
     if isinstance(output, tuple | list):
         return f"The model returned {_describe(output)}: take the tensor from it in Task.loss, as output[0]"
+    # an object with tensors in attributes, as a library's outputs are
     names = [name for name, value in getattr(output, "__dict__", {}).items() if isinstance(value, torch.Tensor)]
     of = f", as output.{names[0]}" if names else ""
     return f"The model returned {_describe(output)}: take the tensor from it in Task.loss{of}"

@@ -43,6 +43,7 @@ def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:
 
 def _bad_row(leaf: Any) -> tuple[int, str] | None:
     """Returns the first row of a tensor with a value that is not finite, and what that value is; None if all are."""
+    # arrays of numpy too, but nothing without rows
     leaf = torch.as_tensor(leaf) if hasattr(leaf, "__array__") else leaf
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not (leaf.is_floating_point() or leaf.is_complex()):
         return None

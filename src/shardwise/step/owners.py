@@ -116,6 +116,7 @@ class _Exchange:
         ranks, me = self.axis.size, self.axis.index
         mine = self.owned_by(me, used)
         sent = (self.take(i, wholes[i].detach(), rank) for rank in range(ranks) for i in mine)
+        # sizes follow from shapes and owners, which every rank knows: none are sent
         sent_sizes = [sum(self._size(i, rank) for i in mine) for rank in range(ranks)]
         received_sizes = [sum(self._size(i, me) for i in self.owned_by(rank, used)) for rank in range(ranks)]
         received = self._send(sent, sent_sizes, received_sizes, "parameters")

@@ -210,17 +210,21 @@ def _set_learning_rate(state: RankState) -> None:
 
 
 def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
+    """Run forward and backward of one micro-batch, into gradients and `tally`; `last`: reductions begin with it."""
     meet_kept(state, part)
     state.phase.samples = part.count
+    # a rank without samples: its branches and parameters must not be compared with the others'
     tally.stood_in |= part.count == 0
     seed_masks(state, index, part)
     state.technique.start_micro_batch(last=last)
     with drawing(state):
         loss = state.forward(part)
         objective, extras = objective_of(state, loss)
+        # a loss that no parameter reaches would raise in torch with a message about its graph
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
         tally.add(loss, part.count, extras)
+        # gradients are divided as they are made, so what they are divided by is agreed on before backward
         if state.as_made is not None:
             state.as_made.begin(tally)
         try:
