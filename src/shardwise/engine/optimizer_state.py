@@ -176,6 +176,7 @@ def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
+    # as pairs: JSON would turn keys that are numbers into text
     if isinstance(value, dict):
         return {"dict": [[key, _encoded(item, tensors, name)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
