@@ -58,11 +58,14 @@ class Translation:
         if rest:
             raise InputError(f"{self.ranks} ranks are not a multiple of {others}, of tp, pp and cp together")
         values = dict(self.plan)
+        # what says degrees of its own is not dealt again
         if "dp_shard" not in values and "dp_replicate" not in values:
             values |= self._data_ranks(data)
         plan = Plan.from_dict(values)
+        # DeepSpeed's schedule sets the rate itself, whatever the optimizer's was
         if self.peak_lr is not None:
             self.settings["optimizer.lr"] = self.peak_lr
+        # without a batch per device no accumulation follows
         if self.micro_batch is None:
             return plan
         at_once = self.micro_batch * plan.data_ranks
@@ -206,11 +209,13 @@ def _distributed(made: Translation, value: Any) -> str:
 
 def _strategy(made: Translation, value: Any) -> str:
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+    # FSDP's strategies may be numbers, which count from 1
     name = names[int(value) - 1] if str(value).isdigit() and 1 <= int(value) <= len(names) else str(value)
     kinds = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
     if name not in kinds:
         return f"{value}: {NONE}"
     made.sharding = kinds[name]
+    # hybrid: shards within a machine, replicas over them
     if name.startswith("HYBRID") and made.ranks:
         made.hybrid = made.ranks // made.machines
     return f"zero={kinds[name]}" if kinds[name] else "dp_replicate"

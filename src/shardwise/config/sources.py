@@ -148,8 +148,10 @@ def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]
         key, equals, value = (piece.strip() for piece in text.partition("="))
         if not key or not equals or not value:
             problems.append(f"--set {shorten(text)}: expected key=value, such as optimizer.lr=3e-4")
+        # "a..b" would be a key with an empty name, of which the schema could say nothing
         elif not all(key.split(".")):
             problems.append(f"--set {shorten(text)}: {key!r} has an empty part between its dots")
+        # twice within --set: neither is stronger
         elif key in [item.key for item in items]:
             problems.append(f"--set {shorten(text)}: {key} is set twice")
         else:
