@@ -235,6 +235,7 @@ class Plan:
         A mapping of keys and values, its text, or a `Plan` is taken too.
         """
         text = mapping_in(text)
+        # a plan, a mapping and a file are taken wherever text is
         if isinstance(text, Plan):
             return text
         if isinstance(text, Mapping):
@@ -246,6 +247,7 @@ class Plan:
             return cls.from_toml(Path(at_home(text)))
         if text in ("", "single"):
             return cls()
+        # "dp_shard=2 zero=3": without the comma all of it would be one value
         if (missing := missing_comma(text)) is not None:
             raise InputError(f"plan: {text!r}: {missing}")
         values: dict[str, Any] = {}
@@ -253,6 +255,7 @@ class Plan:
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
                 raise InputError(f"plan: {no_pair(part.strip(), text)}")
+            # the second would win silently
             if name in values:
                 raise InputError(f"plan: {name} is given twice in {text!r}")
             values[name] = _from_text(name, value)
@@ -340,10 +343,12 @@ def mapping_in(value: Any) -> Any:
     """Returns the mapping that a text in braces is, as Python or JSON writes it; another value as it is."""
     if not (isinstance(value, str) and value.strip().startswith("{")):
         return value
+    # JSON first: `true` is no Python
     for read in (json.loads, ast.literal_eval):
         try:
             found = read(value.strip())
         except (ValueError, SyntaxError):
+            # `{}` of other contents (a set) is left to the caller's message
             continue
         if isinstance(found, dict) and all(isinstance(key, str) for key in found):
             return found
@@ -425,9 +430,11 @@ def no_pair(part: str, text: str) -> str:
 
 def nearest_key(word: str, value: str = "") -> str:
     """Returns the end of a message on an unknown key: the nearest key, or all keys."""
+    # "bf16=true": the word is a value of one of our keys
     key = next((name for name, choices in CHOICES.items() if word in choices), None)
     if key is not None and value.lower() in ("true", "1"):
         return f"; write {key}={word}"
+    # then what other tools call it, then the spelling
     if (ours := ours_of(word, value)) is not None:
         return as_ours(ours)
     names = [field.name for field in fields(Plan)]

@@ -98,12 +98,14 @@ def _frozen(contents: list[list[frozenset[int]]]) -> Contents:
 
 
 def _sends(op: str, n: int) -> list[list[Send]]:
-    """Returns the messages of each step."""
+    """Returns, for each step, its messages, `Send(from rank, to rank, piece)`, of `op` over `n` ranks."""
     every = range(n)
     scatter = [[Send(r, (r + 1) % n, (r - s - 1) % n) for r in every] for s in range(n - 1)]
     gather = [[Send(r, (r + 1) % n, (r - s) % n) for r in every] for s in range(n - 1)]
+    # along a chain, piece by piece: rank r sends the piece that it received a step before
     if op == "broadcast":
         return [[Send(r, r + 1, s - r) for r in range(n - 1) if 0 <= s - r < n] for s in range(2 * n - 2)]
+    # in step s each rank sends to the one s places further, so that no two send to the same
     if op == "all_to_all":
         return [[Send(r, (r + s) % n, (r + s) % n) for r in every] for s in range(1, n)]
     return {"all_reduce": scatter + gather, "reduce_scatter": scatter, "all_gather": gather}[op]
