@@ -345,6 +345,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
     address, port = (environ.get(name, "") for name in MASTER)
     if not address and not port:
         return None
+    # one alone is a mistake: the other would be guessed
     if not address or not port:
         present, missing = MASTER if address else MASTER[::-1]
         raise InputError(

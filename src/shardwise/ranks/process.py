@@ -205,6 +205,7 @@ def allow_files(ranks: int) -> None:
 
 def _hidden() -> str:
     """Returns a sentence on the user's files that hide modules of Python by their names; "" where none does."""
+    # the user's own folders: the installation's modules are what would be hidden
     folders = {Path(each or ".").resolve() for each in sys.path if not each.startswith((sys.prefix, sys.base_prefix))}
     files = [file for folder in sorted(folders) for file in sorted(folder.glob("*.py"))]
     hiding = [str(file) for file in files if file.stem in sys.stdlib_module_names]

@@ -75,8 +75,10 @@ def _without_ours(lines: list[str]) -> Iterator[str]:
     dropping = False
     for line in lines:
         if frame := _FRAME.match(line):
+            # torch's frames are dropped only below ours: those that the script called stay
             ours = frame[1].startswith(_FOLDER)
             dropping = ours or (dropping and "/torch/" in frame[1])
+        # the error's own lines come last and belong to no frame
         elif not line.startswith("    "):
             dropping = False
         if not dropping:

@@ -239,8 +239,10 @@ def _class_of(failure: Failure) -> type[ShardwiseError] | None:
 
 
 def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = None) -> Any:
+    """Returns the error with the rank, the reason and the steps done; what followed from the first failure as notes."""
     error.rank, error.steps = rank, outcome.steps
     error.reason = "late" if first is None else "died" if first.died else "raised"
+    # without a first failure the ranks were late, and their stacks say where
     for failure in outcome.failures if first is not None else ():
         if failure is not first:
             error.add_note(f"what followed: rank {failure.rank}: {failure.headline.splitlines()[0][:200]}")
