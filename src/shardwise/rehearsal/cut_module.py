@@ -313,6 +313,7 @@ class CutRehearsal:
         self.sent_by_stage: dict[tuple[Place, int, int], dict[int, MessageSpec]] = {}
 
     def _cut(self) -> StagePlacement:
+        """Returns the stages of the module's forward, as the first rank of the pipeline sees them."""
         built, precision = self.looks.built, Precision.of(self.plan)
         blocks = blocks_of(built.module, self.plan.wrap, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]
@@ -351,8 +352,10 @@ class CutRehearsal:
         zigzag = self.positions is not None and self.positions.zigzag
 
         def along(name: str, size: int) -> list[int]:
+            # without zigzag the last rank of a causal ring computes most, and the first may hold one position more
             if name == "cp" and not zigzag:
                 return sorted({0, size - 1})
+            # a tile inside has neighbours on both sides; elsewhere all ranks are alike
             return [1 if name in SPACE and size > 2 else 0]
 
         return [*product(*(along(*axis) for axis in self.cuts.inner))]

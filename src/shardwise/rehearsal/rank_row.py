@@ -294,6 +294,8 @@ class Rehearsal:
         ]
 
     def _forward(self, batch: Any, stage: int, inbox: list, model: nn.Module, staged: StagedModule | None) -> Any:
+        """Returns the output of a stage for a micro-batch, or of the whole model."""
+
         def forward() -> Any:
             args, kwargs = inputs_of(self.task, batch, self.precision)
             return model(*args, **kwargs)
