@@ -63,6 +63,7 @@ def _with_words(words: Iterable[str], node: Node) -> Node:
     """Returns the node with figures from words such as `host-1.5tb`, `disk-20tb` and `disk-12gb/s`."""
     for word in words:
         match = re.fullmatch(r"(host|disk)-(\d+(?:\.\d+)?)(gb|tb|gb/s)", word.lower())
+        # a rate for the host's memory has no field
         if not match or float(match[2]) <= 0 or match[1] + match[3] == "hostgb/s":
             raise InputError(
                 f"cluster: cannot read {word!r}: a node's memory is host-1.5tb or host-512gb, the room on its disk "
