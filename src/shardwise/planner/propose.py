@@ -52,11 +52,11 @@ class _Looked:
     crowded  of those that fit the devices and not their host: what the nearest needs there, and its layout
     """
 
-    fits: list[tuple[float, Layout]] = field(default_factory=list)
-    tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)
+    fits: list[tuple[float, Layout]] = field(default_factory=list)  # (estimated seconds of a step, layout)
+    tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)  # by family
     crowded: tuple[Room, Layout] | None = None
-    considered: int = 0
-    stopped: bool = False
+    considered: int = 0  # how many layouts were looked at
+    stopped: bool = False  # before all were, for want of time
 
 
 def search(
@@ -284,6 +284,7 @@ def _seconds(item: tuple[float, Layout]) -> float:
 
 
 def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
+    """Whether a plan passes a test that raises `RefusedPlan`."""
     try:
         test(candidate)
     except RefusedPlan:

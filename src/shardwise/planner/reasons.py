@@ -176,6 +176,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
 
 def contradiction(world: int, constraints: Constraints) -> str:
     """Returns a sentence on how fixed fields contradict each other, a limit or the devices; "" where they do not."""
+    # only what the user fixed can contradict itself
     if not constraints.fixed:
         return ""
     try:
@@ -184,6 +185,7 @@ def contradiction(world: int, constraints: Constraints) -> str:
         return f"--fix contradicts itself: {error}"
     for name, most in constraints.most:
         asked = constraints.value(name)
+        # a fixed degree above its own limit leaves nothing to search
         if isinstance(asked, int) and asked > most:
             return f"--fix {name}={asked} contradicts --max-{name} {most}: leave one of them out"
     if plan.world_size > world:
@@ -219,11 +221,13 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
     """Returns which fixed fields no searched plan has, and their possible values; "" where there is no plan at all."""
     limits = replace(constraints, fixed=(), check=None)
     plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
+    # the same search without what is fixed: nothing there either means another reason
     if not plans:
         return ""
     problems = []
     for name, value in constraints.fixed:
         values = {getattr(plan, name) for plan in plans}
+        # told by value, as far as there are few of them
         if value not in values:
             choices = ", ".join(map(shown, sorted(values, key=lambda choice: (str(type(choice)), choice))[:FEW_VALUES]))
             problems.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={choices}")

@@ -91,6 +91,7 @@ class TracedLayouts:
         return layout.sharded.weights or layout.recompute != "none" or layout.micro_batch < self.traced.samples[0]
 
     def _can_hold(self, layout: Layout, _: set[Layout]) -> bool:
+        """Whether a rank's device may hold the layout; says beforehand what takes long."""
         if self._takes_long(layout):
             # a search shows its first table before this: test_a_first_table_is_there_before_anything_is_rehearsed
             self.traced.before_long(inf)
