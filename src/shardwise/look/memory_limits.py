@@ -59,8 +59,10 @@ def check_host(needed: int, plan: Plan, mesh: Mesh) -> None:
     needed  bytes that this rank is about to allocate
     """
     rows = gather_json((socket.gethostname(), needed, host_memory()[1]), mesh.world, mesh.device)
+    # ranks of one host share its memory, so their needs add up
     for host in dict.fromkeys(name for name, _, _ in rows):
         sizes, free = zip(*((size, free) for name, size, free in rows if name == host), strict=True)
+        # a rank may be limited to less than its host has (a control group): the least counts
         left = min((size for size in free if size is not None), default=None)
         if left is not None and sum(sizes) > left:
             disk = "optimizer:disk|parameters" if weights_on_host(plan.offload) else "optimizer:disk"

@@ -293,6 +293,7 @@ def _helps(task: Task, precision: Precision, leaves: list[Any], spec: TreeSpec) 
 
 
 def _described(batch: Any) -> str:
+    """Returns what a batch is, in words, and how to take from it."""
     if isinstance(batch, torch.Tensor):
         return f"one tensor of shape {tuple(batch.shape)}, without names"
     if isinstance(batch, list | tuple):
