@@ -163,6 +163,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self._total)
 
     def _let_go(self) -> None:
+        """Wait a little for storages that other threads still hold, where there are more than the peak so far."""
         gc.collect()
         for _ in range(TURNS):
             if self._total <= self.peak:
@@ -197,6 +198,7 @@ class LiveBytes(TorchDispatchMode):
         self._unread.clear()
 
     def _read(self, storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
+        """Count storages whose size has changed."""
         for key, reference in list(storages.items()):
             storage = reference()
             if storage is not None and (size := storage.nbytes()) != self._sizes[key]:
