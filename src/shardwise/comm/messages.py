@@ -147,6 +147,7 @@ def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: 
     """Begin messages together, one by itself too: over NCCL it would make a communicator of its two ranks."""
     group, device = axis.group, [*sends, *receives][0].tensor.device
     assert group is not None
+    # NCCL takes all messages of a round as one call; gloo takes them one by one
     coalesces = group._get_backend(device).supports_coalescing
     works = []
     with batched(), _coalescing_manager(group, device, async_ops=True) if coalesces else nullcontext() as together:
@@ -156,6 +157,7 @@ def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: 
         for message in receives:
             with tagged(message.tag):
                 works.append(dist.irecv(message.tensor, axis.ranks[message.index], group, message.number))
+    # one call has one work; without it each message has its own
     return _Several(together.works if together is not None else works)
 
 

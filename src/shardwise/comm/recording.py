@@ -378,12 +378,15 @@ def _refuse(op: str) -> None:
 
 def _kind_of(file: str) -> int:
     """Returns whose code a file is: the user's (our models too), a package's, ours, or one to skip."""
+    # frames of this room, and code without a file, are passed by
     if file.startswith((_COMM, "<")):
         return _SKIP
     if file.startswith(_OWN):
+        # our models stand in for a user's: their lines are what a message should show
         return _USERS if f"{os.sep}models{os.sep}" in file[len(_OWN) - 1 :] else _OURS
     if file.startswith(_TORCH):
         return _SKIP
+    # a package's line is better than torch's own, and worse than the user's
     if file.startswith(_PACKAGES):
         return _PACKAGE
     return _SKIP if file.startswith(_LIBRARY) else _USERS
