@@ -97,6 +97,7 @@ def train(
 
 
 def _name_of(task: Any) -> str:
+    """Returns the name under which a run writes down its task; `InputError` for what is none."""
     if isinstance(task, str):
         return task
     if isinstance(task, Task):
