@@ -89,23 +89,27 @@ def memory(
 
 def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, float]) -> dict[str, float]:
     """Returns the terms, in bytes, that change where state is offloaded between steps, staging buffers included."""
+    # with weights on the host all state lies there too, which `_weights_elsewhere` counts
     if layout.offload == "none" or weights_on_host(layout.offload):
         return {}
     on_host = model.batch_on_device
     fractions = {tier: in_tier(layout.offload, "optimizer", tier) for tier in TIERS}
     gone = sum(fractions.values())
     spread = layout.sharded.state or layout.tp > 1
+    # as `moved` in costs/offload: masters move on a CPU alone, unless they are shards (zero=3) or their owner's
     masters = on_host and not layout.sharded.weights and not (model.update.whole and spread)
     lies = terms["optimizer"] + (terms["master"] if masters else 0.0)
     each = states.optimizer + (states.master if masters else 0)
     share = layout.shard_ranks if layout.sharded.state else 1
     largest = max(model.small.in_order.values(), default=0) * each / share
+    # beside weights or with gradients as made, several sub-groups' weights are on their way at once
     beside = placements(layout.offload, "parameters") or layout.gradients == "as_made"
     weights = states.held if beside else 0.0
     return {
         "optimizer": terms["optimizer"] * (1 - gone),
         "master": terms["master"] * (1 - gone if masters else 1),
         "state on its way to the disk": (
+            # on an accelerator these buffers lie in the host's memory, which costs/offload counts
             staged(layout, lies * fractions["disk"], largest, each / (each + weights)) if on_host and each else 0.0
         ),
     }
