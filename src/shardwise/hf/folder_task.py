@@ -24,7 +24,9 @@ def folder_task(section: TaskSection) -> Task:
     folder = section.name
     if not section.files:
         raise InputError(f"{folder} has no examples to learn from: --data chat.jsonl, or task.files in a configuration")
+    # patterns, and files by name: a name that matches nothing is told as it is
     paths = [path for pattern in section.files for path in sorted(glob(pattern)) or [pattern]]
+    # folders without that field have no such limit
     most = getattr(read_config(folder), "max_position_embeddings", None)
     if most and section.seq_len and section.seq_len > most:
         raise InputError(
