@@ -226,6 +226,7 @@ class Meeting:
             pause_s = min(2 * pause_s, _PAUSE_S)
 
     def _look_around(self, what: str, here: str, *, late: bool) -> None:
+        """Raise `RunError` where a rank will not come to the call `what`: it parted, has ended, or is `late`."""
         # another rank has raised already, and will never come: raise its message here, not a timeout
         if self._store.check([_APART]):
             raise _as_error(self._store.get(_APART).decode())
@@ -237,6 +238,7 @@ class Meeting:
             self._part(f"rank {self._rank} comes to {what} [{line_of_script()}], and rank {(ended or away)[0]} {why}")
 
     def _part(self, what: str) -> None:
+        """Tell the other ranks that calls differ, and raise."""
         message = (
             f"{what}: every rank is needed for these calls, in the same order, since each holds a part of what they "
             "need. Make them on every rank: decide by numbers that all share (the loss that backward returns, "

@@ -181,6 +181,7 @@ class FirstSteps:
             self._check_places()
 
     def _check_places(self) -> None:
+        """Raise where a parameter was replaced or thawed, or a hook put on, since the model was prepared."""
         self.places.check()
         refuse_hooks(self._state.module, self._plan)  # put on since prepare
         for name, param in self._frozen:

@@ -58,7 +58,9 @@ def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Pla
     sized = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     try:
         rows = samples_in(arguments, name="the model's arguments")
+        # first dims agree on another number than the batch has, and each tensor has a dim of that number: turned
         turned = samples and rows != samples and sized and all(places.of(leaf) is not None for leaf in sized)
+        # the batch itself has samples first (or as many rows): cut by the first dim
         if not turned and (not dim or rows == samples):
             return rows, Places(None, 0)
     except InputError:
@@ -188,11 +190,11 @@ class ModelLook:
     """What a look showed: batch norms to join; notices; of each output, the dim that counts samples, where learnt;
     whether some argument has them in another dim than the first; and of draws."""
 
-    batch_norms: list[nn.Module]
+    batch_norms: list[nn.Module]  # to be joined over ranks
     notices: list[str]
     dims: list[Rows | None] | None = None
     arguments_turned: bool = False
-    drawn: BatchDims = field(default_factory=BatchDims)
+    drawn: BatchDims = field(default_factory=BatchDims)  # where draws of a shape have samples
 
     @property
     def turned(self) -> bool:

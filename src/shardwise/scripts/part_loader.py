@@ -90,13 +90,16 @@ class PartLoader:
 
     def _possible(self, reads: str) -> list[Any]:
         """Returns the methods of reading that are tried in turn; the first that fits the first batch is kept."""
+        # one rank reads by indices as the script does
         if self._ranks == 1:
             return [self._indexed]
         beside = type(self.events) is Events  # held-out data; padding counts there too: a decode's steps are by it
+        # held-out data of torch's own joining cannot pad: each rank reads its part alone
         if reads == "auto" and beside and not joins_by_itself(self.whole):
             reads = "part"
         if reads != "auto":
             return [self._indexed if reads == "part" and not self._dim else self._whole]
+        # a collate function of the script's own may pad to the longest: whole batches first
         return [self._whole, self._watched] if joins_by_itself(self.whole) else [self._watched, self._whole]
 
     def __getattr__(self, name: str) -> Any:
@@ -126,11 +129,13 @@ class PartLoader:
             self._told.begin_epoch()
         try:
             for batch, dealt, checksum in self._read(self._batches(began, batches)):
+                # read beside the batch, since the next one may be fetched before the script has used this one
                 self.part = dealt.part
                 self._out += 1
                 total = dealt.part.total
                 most = max(most, total)
                 self._tell_proof(batch, dealt)
+                # ranks compare the first batch that they read at all
                 if not self._compared:
                     self._compared = True
                     self._told.before_first(self._look, checksum)
@@ -138,6 +143,7 @@ class PartLoader:
                 yield batch
                 self._told.after_batch()
             self._told.after_all()
+            # of a last batch with fewer samples a proof must have seen one
             if self.recorder is not None:
                 self.recorder.epoch_ends(uneven=total < most)
         finally:
@@ -178,11 +184,13 @@ class PartLoader:
 
     def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
         """Returns the dim of this part's tensors that counts its samples; None where it cannot be known."""
+        # whole batches are cut by a dim that is known
         if self._dim_is_known or self._ways[0] in (self._whole, self._sliced):
             return self._dim
         fits = dims_of_samples(batch, dealt.local.count)
         if len(fits) == 1:  # in every batch of the loader
             self._dim, self._dim_is_known = fits[0], True
+        # of several dims with that size the first, unless the loader joins samples in its own way
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _first_way(self) -> Iterator[BatchPart]:
@@ -376,6 +384,7 @@ class PartSampler:
 
 
 def _by_indices(loader: Any) -> bool:
+    """Whether a loader reads samples by index, so that ranks can be given their own."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)

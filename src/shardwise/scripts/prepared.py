@@ -188,10 +188,10 @@ class PrepareOptions:
     seed: int
     device: torch.device
     check_loss: bool
-    spatial: Domain | None
+    spatial: Domain | None  # as Task.spatial
     loss_scope: Literal["sample", "global", "model"]
     thaws: bool
-    unpacks: int
+    unpacks: int  # 2 or 3: as many as `prepare` was given
 
 
 class Prepared(Stepping):

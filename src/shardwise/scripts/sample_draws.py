@@ -215,16 +215,19 @@ class SampleDraws(TorchFunctionMode):
 
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the operation's result; what a random one draws is, for each sample, what one process draws."""
+        # no batch, or nothing random: the operation as it is
         if self.part is None or not is_random(func):
             return func(*args, **kwargs)
         draws = not _is_off(func, _named_arguments(func, args, kwargs))
         self.seen |= draws
         self.follows_all |= draws and not self._follows
+        # the model is given the same on every rank: all draw one process's numbers
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)
         if self.whole and not self.inside and not _in_backward():  # drawn for whole batches, as in one process
             return func(*args, **kwargs)
+        # outside of the model, what is drawn follows its shape alone; inside, generators are watched too
         if not self.inside:
             return self._draw(func, args, kwargs, self.part)
         self._check()
@@ -271,6 +274,7 @@ class SampleDraws(TorchFunctionMode):
         sized = {name for name in ("size", "shape") if name in names}
         named, self._op = _named_arguments(func, args, kwargs), str(func)
         found_part = self._whose(part, _shape_of(named, sized), args)
+        # of another loader's samples, or of no batch at all
         if found_part is None:
             return func(*args, **kwargs)
         part = found_part
@@ -278,8 +282,10 @@ class SampleDraws(TorchFunctionMode):
         if rows == total:  # positions alone are cut
             with draws_of_one_process():
                 return func(*args, **kwargs)
+        # a permutation of this rank's own samples would mix other samples than one process does
         if func.overloadpacket is torch.ops.aten.randperm and named["n"] == rows:
             raise RefusedPlan(_MIXES)
+        # dropout of 0: nothing is drawn
         if _is_off(func, named):
             return func(*args, **kwargs)
         return self._drawn_for_all(func, args, kwargs, part, sized)

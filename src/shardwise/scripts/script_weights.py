@@ -127,22 +127,28 @@ class ScriptWeights:
 
     def gradient(self, param: Any, use: str) -> torch.Tensor | None:
         """Returns what `param.grad` gives the script, by `use` (`ParameterUse.gradient`). Collective where gathered."""
+        # a script that puts its own parameter in this one's place asks for that one's gradient
         if use == "successor":
             return param.__dict__["successor"].grad if not self.gate.is_open else _GRAD.__get__(param)
+        # the engine's own read, or the model's: the gradient as torch has it
         if self._passes_gradient(use):
             return _GRAD.__get__(param)
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
             refuse(RefusedPlan(_PIECE.format(".grad")))
+        # the plan has not added it up yet
         if use == "later":
             self._gradients.make_whole()
         return self._gradients.get(param) if use == "whole" else _GRAD.__get__(param)
 
     def set_gradient(self, param: Any, use: str, value: torch.Tensor | None) -> None:
         """`param.grad = value`: whole, the same on every rank."""
+        # outside of the gate the script means the parameter that it put in this one's place
         if use == "successor" and not self.gate.is_open:
             param.__dict__["successor"].grad = value
+        # what the engine, FSDP2 or the model's forward sets is theirs
         elif self._passes_gradient(use) or use not in ("whole", "never") or isinstance(value, DTensor):  # FSDP's own
             _GRAD.__set__(param, value)
+        # a piece's own gradient may be cleared, and nothing else
         elif use == "never":
             _GRAD.__set__(param, None) if value is None else refuse(RefusedPlan(_PIECE.format(".grad")))
         else:
@@ -315,6 +321,7 @@ class StateOfPieces(defaultdict[Any, Any]):
 
     @names_line
     def _refuse_outside(self) -> None:
+        """Raise `RefusedPlan` where the script's own code reads the pieces of the optimizer's state."""
         if not self._gate.is_open:
             raise RefusedPlan(
                 "optimizer.state holds this rank's pieces of the state: read and write it in "

@@ -145,6 +145,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, Mapping):
         inside = output.values()
     else:
+        # registered pytrees of a library, and dataclasses that are none
         inside = [leaf for leaf in tree_flatten(output)[0] if leaf is not output]
         if dataclasses.is_dataclass(output) and not (inside or isinstance(output, type)):
             inside = [getattr(output, field.name) for field in dataclasses.fields(output)]
@@ -209,6 +210,7 @@ def on_common_axes(mesh: Mesh) -> Mesh:
 
 
 def _common(axis: Axis) -> Axis:
+    """Returns the axis of a model that was prepared before, of the same ranks; else this one."""
     key = replace(axis, group=None)
     before = _AXES.get(key)
     if before is None or before.group not in dist.distributed_c10d._world.pg_map:  # ended, with its engine or its world

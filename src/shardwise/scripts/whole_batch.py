@@ -65,6 +65,7 @@ def _told(whole: WholeBatch | None, inputs: Any) -> Iterator[None]:
         yield
     except RuntimeError:
         given = [output() for output in whole._given] if whole is not None else []
+        # another failure is the script's own
         if not any(one is output for one in inputs or () for output in given):
             raise
         # in place of it: torch's says that a tensor is unused

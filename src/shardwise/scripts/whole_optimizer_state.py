@@ -190,12 +190,14 @@ def _piece_of(
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         """Returns this rank's piece of a tensor in the parameter's shape; a copy of one number, or of an owner's."""
+        # like the parameter: cut as it is
         if tensor.shape == shape and state.owners is None:
             share = share_of(state, name, tensor)
             if not whole:
                 technique: Any = state.technique
                 share = technique.select(index, share.contiguous(), state.mesh.shard.index)
             return share.detach().reshape(master.shape).clone()
+        # an owner holds whole state of its parameters; a counter is the same for all
         if state.owners is not None or tensor.numel() == 1:
             return tensor.clone()
         raise RefusedPlan(

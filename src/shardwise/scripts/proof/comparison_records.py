@@ -51,6 +51,7 @@ def first_difference(parity: Parity) -> FirstDifference:
 def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
     """Returns rank 0's record, with losses averaged over ranks that have their own (`foreign`)."""
     first = ranks[0]
+    # a plan's ranks have the whole loss already; each rank of a foreign script has its own
     if foreign:
         for number, step in enumerate(first.steps):
             mine = [rank.steps[number].losses for rank in ranks if number < len(rank.steps)]
@@ -243,6 +244,7 @@ def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]
 
 
 def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
+    """Returns a sentence on the first setting of a step's optimizer that differs."""
     for place, (mine, theirs) in enumerate(zip(single, many, strict=False)):
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):

@@ -56,6 +56,7 @@ class RankSide:
             )
 
     def _states(self, prepared: OverRanks) -> Iterator[tuple[str, Any]]:
+        """Yields (name, whole optimizer state); notes where it cannot be put together. Collective."""
         record = self.recorder.record
         try:
             yield from prepared.engine.full_optimizer_state()

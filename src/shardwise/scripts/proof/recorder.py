@@ -232,6 +232,7 @@ class ScriptRecorder:
         for into, named in ((step.parameters, parameters), (step.buffers, buffers)):
             for name, tensor in named:
                 into[name] = None if tensor is None else sketch(tensor)
+        # states of parameters that no rank holds whole come as they are put together
         for name, state in states:
             step.states |= {key: sketch(value) for key, value in kept_state(name, state).items()}
         step.settings = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
@@ -290,10 +291,13 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
     """
     total = 0.0
     for leaf in tree_leaves(batch):
+        # sparse and nested tensors have no dense numbers to sum
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
+            # a rank's part of a whole batch: rows of the others are not its own
             if rows is not None and leaf.dim() > dim and leaf.shape[dim] == held:
                 leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
             sizes = (leaf.detach() if leaf.is_complex() else leaf.detach().double()).abs().double()  # of bools too
+            # numbers weigh by place only where the last dim cannot count samples
             if leaf.dim() > 2:
                 sizes = sizes @ torch.arange(leaf.shape[-1], device=leaf.device).double().cos().add(2.0)
             total += float(sizes.sum())

@@ -136,6 +136,7 @@ class TorchHooks:
         for value in self._losses:
             self._recorder.loss(number, value, "mean")
         self._losses = []
+        # asked for only in the run that looks for a cause
         for asked in self._asked if self._recorder.job.apart else ():
             self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
         self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
@@ -148,11 +149,13 @@ class TorchHooks:
         self._inside -= 1
         if self._inside:  # of an optimizer that another one steps
             return
+        # a closure runs within the step, so its gradients are there only now
         if self._closure is not None:
             with self._readable(grads=True):
                 self._finds(optimizer, self._named(optimizer))
         buffers = self._of_roots(optimizer, "buffers")
         flat = self._units()
+        # of FSDP1's flat pieces no state of one parameter can be told
         named = [] if flat else self._named(optimizer)
         kept = ((name, optimizer.state.get(param, {})) for name, param in named)
         states = [(name, {key: _whole(value) for key, value in state.items()}) for name, state in kept]

@@ -52,6 +52,7 @@ class _Runs:
 
     def on(self, ranks: int, job: ScriptJob) -> list[ScriptRecord]:
         """Returns the record of each rank, by rank; with `job.stands_in` all run in one scratch folder."""
+        # without a pool one is made for this call
         if self.pool is None:
             from shardwise.ranks import RankPool
 
