@@ -56,6 +56,7 @@ def compare(parity: Parity, single: Record, ranks: Record) -> None:
             if kind != "optimizer" or ranks.states_known:  # a notice of the ranks says why it is not known
                 _compare_named(parity, kind, single.of(kind, step), ranks.of(kind, step), floors[kind], step)
     for deviation in ranks.deviations:
+        # a rank whose state is not known has nothing that could deviate
         if deviation.kind != "optimizer" or ranks.states_known:
             _compare_deviation(parity, single, deviation)
     _look_for_nothing(parity, single, ranks)

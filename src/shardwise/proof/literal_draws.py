@@ -57,6 +57,7 @@ class CheckedRandom(GlobalRandom):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # what casts there were inside is left out by now (`trace/double`), on both sides
         narrow = (kwargs or {}).get("dtype") in NARROW and torch._C._current_graph_task_id() < 0
+        # recomputation in backward casts again what forward did: once is enough
         if narrow and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
             self._tell(f"{func} rounds float64 to {kwargs['dtype']}, on both sides")
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -126,6 +126,7 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
 
 
 def _of_blend(blend: Blend, index: int) -> Any:
+    """Returns the sample of a blend at a number over all of its sources."""
     for source, length in zip(blend.sources, blend.lengths, strict=True):
         if index < length:
             read = _reader(source)
@@ -205,6 +206,7 @@ def _of_chat(folder: Path, record: dict[str, Any]) -> tuple[list[int], list[bool
     tokens, special = tokens_of(len(turns)), set(tokenizer.all_special_ids)
     learned = [False] * len(tokens)
     for place, turn in enumerate(turns):
+        # an answer begins behind the template's words in front of it, and ends with its end token
         if turn["role"] == "assistant":
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))

@@ -85,6 +85,7 @@ def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) 
 
 
 def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]], keys: str, precision: str) -> None:
+    """Compare each rank's two runs bit by bit, into `parity`."""
     for rank, (full, split) in enumerate(pairs):
         other = [name for name, value in full.digests.items() if split.digests.get(name) != value]
         if other or full.losses != split.losses:

@@ -282,6 +282,7 @@ def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
 
 @torch.no_grad()
 def _add_metrics(task: Task, output: Any, part: Any, sums: dict[str, list[Any]]) -> None:
+    """Add a micro-batch's metrics to `sums`, {name: [sum, weight, [what comes after the division]]}."""
     for name, (total, weight, *finish) in (task.metrics(output, part) if task.metrics is not None else {}).items():
         total = torch.as_tensor(total, dtype=torch.float64)
         weight = torch.as_tensor(weight, dtype=torch.float64).expand(total.shape)

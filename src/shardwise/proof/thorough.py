@@ -108,8 +108,10 @@ def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
                 second = prove(OddTask(task, grid, less), third)
             except InputError:  # so few samples, such extents or values are not for this task
                 continue
+            # another axis may be possible with three ranks
             if second.refused:
                 continue
+            # on a grid sums may be infinite or undefined: then the same without it, before the plan is found at fault
             if not grid or second.parity or (not second.unproven and _finite(second)):
                 parity.second = second
                 parity.notes.append(f"not met: {_not_met(third, grid, less)}")
@@ -143,6 +145,7 @@ def _thirds(plan: Plan) -> Iterator[Plan]:
 
 
 def _not_met(plan: Plan, grid: bool, extents: frozenset[int]) -> str:
+    """Returns what the second proof did not meet, in words."""
     # an axis of two has never had a third rank, at which sums and messages pass through somebody else
     twos = [
         axis for axis in (*AXES, "ep", "domain") if getattr(plan, axis) == 2 or (axis == "domain" and 2 in plan.domain)
