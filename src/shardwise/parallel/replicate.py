@@ -60,6 +60,7 @@ class Replicate:
         )
 
     def _master(self, param: nn.Parameter, pairs: bool) -> nn.Parameter:
+        """Returns a parameter's master: complex, or wider, where the module's own is not; else itself."""
         if pairs:
             return nn.Parameter(as_complex(param.detach()))
         if not self.precision.mixed:
@@ -132,6 +133,7 @@ class Replicate:
                 self._set_gradients(bucket, used)
 
     def _set_gradients(self, bucket: Bucket, used: set[int]) -> None:
+        """Point the masters of one bucket at its parts, those that any rank `used`; the others at None."""
         bucket.ensure()
         for entry, view in zip(bucket.layout.entries, bucket.views_now, strict=True):
             # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone

@@ -244,6 +244,7 @@ def _in_the_way(flow: Flow, module: nn.Module, places: list[CutPoint], others: l
             f". It calls '{min(flow.repeats)}' as often as there are samples, or as their values say, and no stage "
             "begins among such calls: it begins at a module called outside of them, which is given all that is used"
         )
+    # a gradient that the forward takes itself must be taken within one stage
     if flow.backwards or not all(taken.plain for taken in flow.taken):
         return (
             ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "

@@ -129,6 +129,7 @@ def kept_on(flow: Flow, places: Sequence[CutPoint]) -> dict[int, list[int]]:
     """
     stages: dict[int, list[int]] = {}
     sides_at = [_of_buffers(flow, place) for place in places]
+    # at a place that says nothing of a buffer both sides have it right
     for buffer in {buffer for sides in sides_at for buffer in sides}:
         right = [sides.get(buffer, BOTH) for sides in sides_at]
         # a stage lies after the cut at its beginning and before the one at its end: it has what both these sides have

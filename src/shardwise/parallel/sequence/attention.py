@@ -271,6 +271,7 @@ class _ReadHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
+        """Returns the gradient of the keys (or values) that were read, summed over the query heads that read each."""
         read, held_keys = ctx.read, ctx.held_keys
         payload = share_of(from_axis(gradient, read.axis), HEADS, read.owners, read.axis)
         if read.inside is not None:

@@ -201,6 +201,7 @@ def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def _tensors_of(function: Any) -> list[torch.Tensor]:
     """Returns the tensors that a function closes over, in the order in which `_remade` comes to them."""
+    # in the order of `_remade`, which puts others in their places
     if isinstance(function, FunctionType):
         return [t for cell in function.__closure__ or () for t in _tensors_of(cell.cell_contents)]
     if isinstance(function, tuple | list):

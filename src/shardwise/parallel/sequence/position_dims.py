@@ -43,6 +43,7 @@ def candidates(
 def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> tuple[Dims, str]:
     """Returns (each leaf's dims that the task names, a phrase for the user); `InputError` for what is not there."""
     leaves, _ = tree_flatten(batch)
+    # a name that the batch lacks is a mistake; a dim that it lacks, below
     if unknown := [name for name in named if name not in names]:
         raise InputError(f"Task.sequence: a batch has no tensor {unknown[0]!r} (it has {', '.join(names)})")
     dims: list[tuple[int, ...]] = []

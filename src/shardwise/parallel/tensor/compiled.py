@@ -345,6 +345,7 @@ def _changed(block: nn.Module, before: dict[_Attribute, Any]) -> dict[_Attribute
 @contextmanager
 def _as_it_was(block: nn.Module) -> Iterator[None]:
     """Context: afterwards attributes, the lists, dicts and sets in them, and Python's generator are as before."""
+    # tables are copied, and contents too: the block may write into either
     drawn, kept = random.getstate(), [(table, dict(table)) for table in _tables(block)]
     contents = [(v, v.copy()) for _, copy in kept for v in copy.values() if type(v) in (list, dict, set)]
     try:

@@ -39,11 +39,11 @@ SHARE = 0.01  # of the model's elements, below which a lone table or head is not
 class WeightCut:
     """How one parameter is cut: along which dim, who owns its indices, and what it does in products (`role`)."""
 
-    name: str
+    name: str  # of the parameter
     dim: int
-    owners: Owners
+    owners: Owners  # of each index of `dim`
     role: str  # "output" | "input" | "rows" | "beside" (a bias, a per-head scale) | KEPT, ONCE (in shares; read whole)
-    family: int
+    family: int  # number of the family that it is cut with
 
 
 @dataclass
@@ -196,6 +196,7 @@ def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray
 
 
 def _roles(uses: list[Use]) -> dict[tuple[str, int], set[str]]:
+    """Returns {(parameter, dim): its roles in products}: "inner" (summed over), "outer" (kept), "rows"."""
     roles: dict[tuple[str, int], set[str]] = {}
     for use in uses:
         roles.setdefault((use.name, use.inner), set()).add("rows" if use.kind == "rows" else "inner")
@@ -266,6 +267,7 @@ def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
     chosen: set[str] = set()
     for pattern in patterns:
         hits = {name for name in names if any(fnmatch.fnmatchcase(path, pattern) for path in _around(name))}
+        # a pattern that matches nothing is a mistake; the message names the nearest path
         if not hits:
             paths = sorted({path for name in names for path in _around(name)})
             raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, paths)}")
@@ -309,5 +311,6 @@ def _beside_attributes(module: nn.Module) -> Iterator[int]:
         # a recurrent layer's list of its flat weights is made anew from its attributes (`see_parts`)
         own = {"_parameters", "_modules", FLAT if isinstance(child, nn.RNNBase) else ""}
         for key, value in vars(child).items():
+            # modules in a list have attributes by which their weights are read
             if key not in own and isinstance(value, list | tuple | dict):
                 yield from (id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
