@@ -55,11 +55,11 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     if after:
         pieces.append(local.new_full(with_size(shape, dim, after), fill))
     rows = torch.cat(pieces, dim)
-    # wanted in the order in which they arrived
+    # pieces arrived rank by rank, and that is the order in which they were wanted
     if way.order is None:
         return rows
     rows = rows.index_select(dim, to_device(way.order, rows.device))
-    # every wanted index lies in the dim
+    # the wanted indices that exist lie side by side: `before` and `after` were the rest
     if way.inside is None:
         return rows
     whole = rows.new_full(with_size(shape, dim, way.wanted), fill)

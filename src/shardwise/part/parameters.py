@@ -208,6 +208,8 @@ def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
 
 
 def _setter(leaf: str):
+    """Returns the setter of a cut parameter's attribute, which refuses."""
+
     def put(self: nn.Module, value: Any) -> None:
         refuse = self.__dict__.get("_set_outside")
         if refuse is not None:

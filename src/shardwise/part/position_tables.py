@@ -38,7 +38,7 @@ class TableRecipe:
     func: Callable
     args: tuple
     kwargs: dict
-    plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()
+    plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()  # (tensor, its version when the table was made)
 
     def made(self, made_before: dict[int, Any]) -> Any:
         """Returns the table, whole; None where a tensor that it was made of has changed since."""

@@ -54,7 +54,7 @@ def _lead(func: Any, x: Any, args: tuple) -> Part:
 @rule("native_batch_norm", *_TRACED)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
-    # traced for shapes alone: torch counts batches inside, which a rehearsal leaves out
+    # two names that a trace for the compiler meets: run as the operation that a run calls
     if func._opname in _TRACED:
         func, args = torch.ops.aten.native_batch_norm.default, _as_in_a_run(args, func._opname)
     x, weight, bias, mean, var, training, momentum, eps = args

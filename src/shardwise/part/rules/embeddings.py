@@ -54,6 +54,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
+        """Returns the gradient of the table, cut as it is: each rank's own rows."""
         weight, index = ctx.saved_tensors
         owned, place = place_of(weight, index)
         owned = owned & (index != ctx.padding) if ctx.padding >= 0 else owned
@@ -96,7 +97,7 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
     if is_part(gradient) and gradient.dim_cut < index.dim() and not args[4]:
         mine = share_as(index, gradient, gradient.dim_cut, func)
         return Sum.of(func(gradient.local, mine, *args[2:], **kwargs), gradient.axis, gradient.origin, spread=False)
-    # a cut index names rows of the whole table: each rank has its own rows of it
+    # the gradient is whole, so every rank needs all indices that it belongs to
     if is_part(index) and not is_part(gradient):
         return func(gradient, gather(index), *args[2:], **kwargs)
     raise Uncut(no_rule(func, parts_in(args)))

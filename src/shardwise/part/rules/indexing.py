@@ -58,7 +58,6 @@ def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
 def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns `x.index_select(dim, places)`, where x or the places are cut; a `Sum` along x's cut dim."""
     x, dim, places = args
-    # every rank has what is read
     if is_part(places) and not is_part(x):  # every rank has what is read, and reads it at its own share of the places
         return places.with_local(func(x, dim, places.local), dim % x.dim())
     # the places are this rank's own rows: nothing has to move
@@ -66,7 +65,7 @@ def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return _read_by_own(torch.ops.aten.index.Tensor, x.local, own)
     if is_part(x) and x.dim_cut != dim % x.dim():
         return x.with_local(func(x.local, dim, places))
-    # along a cut dim of positions a gather would be needed
+    # only positions may be picked along their cut dim, by indices that every rank has
     if not is_part(x) or not x.axis.positions or is_part(places):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     return _picked(torch.ops.aten.index.Tensor, x, [None] * x.dim_cut + [places])
@@ -116,6 +115,7 @@ class _Entries(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
+        """Returns the gradient of x, cut as it is: each rank's own entries."""
         (index,), x = ctx.saved_tensors, ctx.like
         owned, place = place_of(x, index)
         local = torch.zeros_like(x.local)

@@ -45,7 +45,7 @@ def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (dx cut like x, gradients of weight and bias as sums over ranks) of a layer or RMS norm."""
     part = args[1] if is_part(args[1]) else parts_in(args)[0]
-    # the norm runs over the cut dim: statistics of all ranks, in another rule
+    # statistics over a cut dim have no rule here
     if part.dim_cut >= part.dim() - len(args[2]):
         raise Uncut(no_rule(func, parts_in(args)))
 
@@ -162,6 +162,7 @@ class _Standardised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
+        """Returns the gradients of x, weight and bias: dx by two sums over ranks, the others this rank's summands."""
         (x, weight, bias, mean, rstd), (dims, axes, count, _) = ctx.saved_tensors, ctx.over
         if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return (*_differentiable(gradient, x, weight, bias, *ctx.over), None, None, None, None)

@@ -29,6 +29,7 @@ def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    """Returns the mean over the cut dim and others: sums over ranks, divided by the whole count."""
     # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
     count = 1
     for d in dims:
@@ -37,6 +38,8 @@ def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
 
 
 def _extreme(op: str):
+    """Returns the reduction that gives the largest or smallest over all ranks, with its place where asked for."""
+
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
         if len(func._schema.returns) > 1:
             return _extreme_and_place(op, part, keepdim)
@@ -71,6 +74,7 @@ def of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) ->
 
 
 def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
+    """Returns the number that every other one beats: what a rank without elements puts in."""
     if dtype is torch.bool:
         return op == "min"
     if dtype.is_floating_point:

@@ -47,6 +47,7 @@ def _before(part: Part) -> OrderedDict[tuple, Owners]:
 
 
 def _remember(part: Part, key: tuple) -> None:
+    """Keep how a slice's dim was dealt before it; the oldest is forgotten beyond `_SLICES`."""
     before = _before(part)
     before[key] = part.owners
     before.move_to_end(key)
@@ -98,7 +99,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         local_sizes[part.dim_cut] = part.local.shape[part.dim_cut]
         return part.with_local(func(part.local, local_sizes, dim, start, end, step))
     start, end, step = slice(start, end, step).indices(sizes[dim])
-    # how it lay before, where nobody dealt it anew since
+    # as it lay before the slice, if that was over this axis in this run
     owners = _before(part).get((part.owners, sizes[dim], start, end, step))
     if owners is None and part.axis.positions:  # dealt anew since, beside something else
         owners = unsliced(part.owners, sizes[dim], start, step)

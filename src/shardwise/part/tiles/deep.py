@@ -227,7 +227,7 @@ def _may_be_alone(func: Callable) -> bool:
     if isinstance(func, FunctionType) or (name.endswith("_") and not name.endswith("__")):
         return False
     name = name.strip("_")
-    # no operation of ATen has this name: a function of the user's
+    # a name that ATen does not have may do anything
     packet = getattr(torch.ops.aten, _DUNDER.get(name, name), None) if name else None
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)

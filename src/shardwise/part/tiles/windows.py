@@ -121,6 +121,7 @@ def _taken(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis] = ()) -> 
 
 
 def _share(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
+    """Returns this rank's share of a gradient along a cut, gathered over axes that cut it alone. Collective."""
     for axis in _outer_along(gradient, cut):
         # that axis cuts the gradient alone: gathered, since `cut` counts the indices of the whole dim
         if axis not in beside:
