@@ -197,7 +197,7 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
     # of units within units the outer one counts alone
     rest = total - sum(sizes[p] for p in paths if not any(p.startswith(q + ".") for q in paths if q != p))
     parts = _parts(module, largest)
-    # one unit of a model with one block is all there is
+    # a single unit without parts leaves nothing else to name
     if sizes[largest] > COARSE * total and (len(paths) > 1 or parts):
         better = _spelt(module, [path for path in paths if path != largest] + parts)
         warnings.append(

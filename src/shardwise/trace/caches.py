@@ -36,6 +36,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _of_class(kind: type) -> Iterator[Any]:
+    """Yields the caches among a class's attributes and in its file."""
     if kind.__module__.partition(".")[0] in _OURS:
         return
     file = sys.modules.get(kind.__module__)

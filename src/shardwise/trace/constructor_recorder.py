@@ -51,7 +51,7 @@ class _Recorder(TorchDispatchMode):
         Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
         """
         first = next((tensor for tensor in tensors_in((args, kwargs))), None)
-        # within another recorded function (`paused`), or without a tensor, it is not recorded
+        # inside another such function all is one op; without a tensor there is nothing to record
         if self.paused or first is None:
             return function(*args, **kwargs)
         self._meet(first)

@@ -156,6 +156,7 @@ class Built:
             raise NotReplayable(f"'{name}' was not made by recorded operations")
 
     def _assign_seeds(self) -> None:
+        """Seed each random op of the tape by the first parameter that needs it, and its place among that one's."""
         assert self._tape is not None
         for name, ref in self._refs.items():
             drawn = [op for op in self._tape.slice(ref.storage) if self._tape.ops[op].random]
@@ -179,7 +180,7 @@ class Built:
             # a tensor that came from elsewhere cannot be made again
             if tape.lacks(key):
                 raise NotReplayable("a tensor outside the module's tables was not made by recorded operations")
-            # its draws are seeded by the place in which the constructor met it
+            # it has no name to be seeded by: its place among such tensors stands for one
             for draw in (op for op in tape.slice(key) if tape.ops[op].random):
                 self._seeds.setdefault(draw, seed_of("init", self.seed, "unnamed", place, draw))
             with as_written():
@@ -230,9 +231,11 @@ def _drawing_from(generator: torch.Generator, arguments: Any) -> Any:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # a tied weight has the first of its names
     """Yields (path, tensor) of parameters, buffers and plain tensor attributes, each object once."""
     seen: set[int] = set()
     for path, child in module.named_modules():
+        # a constructor may keep a tensor as a plain attribute, which is no buffer
         plain = {k: v for k, v in vars(child).items() if isinstance(v, torch.Tensor)}
         for table in (child._parameters, child._buffers, plain):
             for leaf, tensor in table.items():
@@ -288,7 +291,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str, *, ow
         "rank 0's weights are handed out one by one"
     )
     built = Built(module, seed, None, notice)
-    # weights that a file put in are real already: only the rest is stood in for
+    # a parameter that was there before the call belongs to others too: the module becomes a copy
     if own and not all(id(param) in new for param in module.parameters()):
         built.set_apart()
     return built

@@ -114,6 +114,7 @@ def _holds(
 
 
 def _drawn(small: _Small, scale: float, integers: int, generator: torch.Generator) -> torch.Tensor:
+    """Returns a small tensor of random values for a trial."""
     shape, dtype = small.shape, small.dtype
     if dtype.is_floating_point or dtype.is_complex:
         dtype = torch.promote_types(dtype, torch.float32)  # few bits would hide a difference

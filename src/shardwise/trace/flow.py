@@ -247,8 +247,10 @@ class Flow:
         All of it belongs into one stage: what one micro-batch leaves there, the next one finds.
         """
         states = self.parameters | self.buffers
+        # a parameter that was given another number was written to
         written = {states[number] for number in states if self.made[number] >= 0 and self.depends[number]}
         spans: dict[int, tuple[int, int]] = {}
+        # all uses of it, whatever number it had then
         for op in self.ops if written else ():
             for state in {states[n] for n in (*op.reads, *op.makes) if n in states} & written:
                 spans[state] = spans.get(state, (op.time, 0))[0], op.time

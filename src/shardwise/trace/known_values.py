@@ -59,7 +59,7 @@ CHOSEN, BATCH = "chosen", "batch"
 class _Memory:
     """Shared by a tensor and its views: whether their known values still hold, and the names of what they came from."""
 
-    valid: bool = True
+    valid: bool = True  # False once an operation wrote without values
     origins: frozenset[str] = frozenset()
 
 

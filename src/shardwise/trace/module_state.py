@@ -113,15 +113,15 @@ class ModuleState:
             for table, key in places:
                 if (id(table), key) in kept:
                     value, copied = kept[id(table), key]
-                    # an object that was passed in stands for what it held then
+                    # objects and containers by their contents, to any depth
                     if isinstance(copied, PassedState):
                         below.enter_context(copied.standing_in())
-                    # a generator's state, and the like
+                    # generators (Python's, numpy's, torch's) by their state
                     elif isinstance(value, KINDS):
                         below.enter_context(standing_at(value, copied))
                     table[key] = _standing_in(value, copied, self._by_value)
                 else:
-                    # inside, what was absent is taken out: a forward may ask whether it is there
+                    # new since then: taken out while the old state stands in
                     del table[key]
             try:
                 yield
@@ -298,6 +298,7 @@ def _copy_of(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
+    """Returns what a value is compared with and restored by: of a tensor (copy, version), else its contents."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version
     if isinstance(value, KINDS):
@@ -315,6 +316,7 @@ def _written(value: Any, copied: Any) -> bool:
 
 
 def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
+    """Returns what stands in for an entry: a copy of a tensor that was written to, else the value itself."""
     if isinstance(value, torch.Tensor):
         if value._version == copied[1] and not always:
             return value

@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
             if not any(tensor is argument for argument in inputs):
                 made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
                 makes.append(made)
-                # a shape that hangs on values belongs to the samples at hand
+                # its size follows from values that depend on parameters, or from the size of such a tensor
                 if (depends and hangs) or self._takes_its_size(tensor, inputs, reads):
                     self.sized.add(made)
         cost = _cost(func, args, kwargs, output, outputs)
@@ -198,7 +198,6 @@ class Recorder(TorchDispatchMode):
             self.differentiating = False
         self.time += 1
         self.backwards.append(start)
-# objects on one storage share its number: each gets the new one
 
     def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
         """Renumbers all tensors on a storage that was written to; returns the new numbers."""

@@ -94,6 +94,7 @@ def _read(owner: Any, name: str) -> Any:
 
 
 def _write(owner: Any, name: str, value: Any) -> None:
+    """Set the value at a place: an attribute, a global, a closure cell."""
     if isinstance(owner, CellType):
         owner.cell_contents = value
     elif isinstance(owner, dict):

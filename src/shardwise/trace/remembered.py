@@ -51,6 +51,7 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
 
 
 def _items_of(value: Any) -> list[Any]:
+    """Returns what a container or an object of the user's holds; [] for anything else."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, CONTAINERS):
@@ -88,6 +89,7 @@ class ForwardState:
         self._before = self._now()
 
     def _now(self) -> dict[Attribute, Any]:
+        """Returns {place: contents} of each plain attribute of the module, and of each buffer's identity."""
         places: dict[Attribute, Any] = {}
         for path, child in self.module.named_modules():
             places |= {(path, key): contents(value) for key, value in vars(child).items() if key not in OWN_OF_TORCH}

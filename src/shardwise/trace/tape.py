@@ -19,7 +19,7 @@ class NotReplayable(Exception):
 class Ref:
     """A tensor on the tape: its storage, and its place in it."""
 
-    storage: int
+    storage: int  # its number (`storage_key`)
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -33,7 +33,7 @@ class TapedOp:
     func: Any
     args: tuple
     kwargs: dict
-    outputs: list[Ref]
+    outputs: list[Ref]  # what it made, in the order of its results
     reads: set[int]
     writes: set[int]
     random: bool  # it draws from torch's own generator, in a state that replay sets
