@@ -140,7 +140,7 @@ def _synced(handle: int, path: Path | None) -> str:
 class TensorEntry:
     """One tensor of a safetensors file: its bytes lie at [begin, end) of the file."""
 
-    dtype: str
+    dtype: str  # as safetensors writes it: "F32", "BF16"
     shape: tuple[int, ...]
     begin: int
     end: int

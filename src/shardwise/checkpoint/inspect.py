@@ -246,6 +246,7 @@ def _differs(first: Stored, a: str, second: Stored, b: str) -> dict[str, Any] | 
 
 
 def _floats(values: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Returns a tensor's stored values as float64."""
     if tensor.dtype == "BF16":
         # numpy has no bfloat16; it is the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

@@ -37,16 +37,16 @@ _EXACT = 64  # pieces of a tensor up to which each pair is compared
 class FilePiece:
     """A piece of a tensor at `begin` of a file."""
 
-    file: str
+    file: str  # its name, in the checkpoint's folder
     begin: int
-    piece: Piece
+    piece: Piece  # which elements of the whole tensor these are
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A whole tensor and the pieces that it was written in."""
 
-    dtype: str
+    dtype: str  # a key of ITEM_BYTES
     shape: tuple[int, ...]
     parts: tuple[FilePiece, ...]
 
@@ -155,6 +155,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _check_size(path: Path, file: File) -> None:
+    """Raise `InputError` where a file of the folder is missing, or has another size than the manifest says."""
     if path.is_symlink() or not path.is_file():  # a link could lead out of the folder
         raise InputError(f"{path} is missing: it should have {file.size_bytes} bytes")
     size = size_of(path)

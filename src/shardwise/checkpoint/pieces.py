@@ -232,6 +232,7 @@ def _span(run: tuple[int, int, int]) -> tuple[slice, slice]:
 
 
 def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yields each combination of one run of every dim, in row-major order."""
     if not runs:
         yield []
         return

@@ -222,6 +222,7 @@ def _say_which(context: click.Context) -> str:
 
 
 def _written(error: BaseException) -> str:
+    """Returns the path of a new file with the whole traceback, or why there is none."""
     try:
         handle, path = tempfile.mkstemp(prefix="shardwise-error-", suffix=".log")
     except OSError as full:

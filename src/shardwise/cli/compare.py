@@ -93,6 +93,7 @@ def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]
 
 
 def _can_be_measured(task: str, words: dict[str, Any]) -> None:
+    """Raise `InputError` where the plans cannot be run here, or not on the batch that was asked for."""
     from shardwise.planner.door import is_shape
     from shardwise.task_names import resolve_task
 

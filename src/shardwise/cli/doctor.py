@@ -110,6 +110,7 @@ def redacted(text: str) -> str:
 
 
 def _versions() -> Iterator[Check]:
+    """Yields the versions of what a run uses, and the platform."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "shardwise", "numpy", "safetensors", "transformers"):
         try:
@@ -164,6 +165,7 @@ def _devices() -> Iterator[Check]:
 
 
 def _host() -> Iterator[Check]:
+    """Yields CPUs, load and free memory."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -173,6 +175,7 @@ def _host() -> Iterator[Check]:
 
 
 def _limits() -> Iterator[Check]:
+    """Yields what a process may open, start and lock."""
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_NPROC)[0]
     problem = "each pair of ranks needs connections, and each reader a few files: ulimit -n 65536"
     low = files != resource.RLIM_INFINITY and files < LEAST_FILES
@@ -186,6 +189,7 @@ def _number(value: int) -> str:
 
 
 def _shared_memory() -> Iterator[Check]:
+    """Yields the free room in /dev/shm."""
     if not os.path.isdir("/dev/shm"):
         yield Check("shared memory", f"no /dev/shm: {tempfile.gettempdir()} is used")
         return
@@ -219,6 +223,7 @@ def _disk(folder: Path) -> Iterator[Check]:
 
 
 def _clock() -> Iterator[Check]:
+    """Yields the clock's source and time; looks whether it is set meanwhile."""
     source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     name = source.read_text().strip() if source.exists() else "unknown"
     began, wall = time.monotonic(), time.time()
@@ -245,6 +250,7 @@ def _names() -> Iterator[Check]:
 
 
 def _talking(plan: str | None) -> Iterator[Check]:
+    """Yields whether ranks talk: two of this host, or those that a launcher started."""
     from shardwise.ranks import here
 
     try:

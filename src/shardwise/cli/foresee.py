@@ -290,6 +290,7 @@ def _how_to_train(path: str, head: str) -> str:
 
 
 def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
+    """Returns (key of a plan, value) of each `--fix`."""
     from shardwise.layout import Plan
 
     if not words:

@@ -221,6 +221,7 @@ def _setup(asked: str | None, engine: str) -> str:
 
 
 def _map(answer: Answer, job: Any, cluster: Any) -> list[str]:
+    """Returns the lines of the map of ranks, which go into the answer's JSON too."""
     from shardwise.launch.rank_map import map_lines
 
     lines = map_lines(job.plan, job.nodes, job.per_node, cluster)

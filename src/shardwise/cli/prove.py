@@ -187,6 +187,7 @@ def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names
 
 
 def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
+    """Returns the `Parity` of a script."""
     answer.fields.update(plan=words["plan"])
     with waiting(answer, "verify: loading PyTorch") as say:
         from shardwise.scripts.proof.verify_script import STEPS, verify_script

@@ -54,6 +54,7 @@ def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
 
 
 def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
+    """Yields the keys of a plan's own file, or of the `[plan]` section of a configuration."""
     found = from_file(path, problems)
     if any(item.key.startswith("plan.") for item in found):
         found = [item for item in found if item.key.startswith("plan.")]

@@ -133,6 +133,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of a table; an empty table is a value, unless it is a section's."""
     for key, value in table.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and (value or dotted in TABLES):
@@ -160,6 +161,7 @@ def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]
 
 
 def _append_override(items: list[Given], problems: list[str], key: str, text: str) -> None:
+    """Add the values of one `--set`, of a table each of its keys, to `items`; a mistake to `problems`."""
     try:
         value = _value(text)
     except ValueError as error:

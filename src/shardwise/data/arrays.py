@@ -29,6 +29,7 @@ class ArraySource:
         self._open()
 
     def _open(self) -> None:
+        """Map or take each array, into `arrays`; `InputError` where their numbers of samples differ."""
         self.arrays = {name: _opened(name, array) for name, array in self.sources.items()}
         lengths = {name: len(array) for name, array in self.arrays.items()}
         # sample i is row i of every array
@@ -85,6 +86,7 @@ def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
 
 
 def _numbers(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns the array; `InputError` unless it holds numbers, samples first."""
     if array.ndim == 0 or array.dtype.kind not in "biufc":
         raise InputError(
             f"ArraySource: {name} is {array.dtype} of shape {array.shape}; expected numbers, samples first"

@@ -134,11 +134,11 @@ def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, 
 class BlendOrder(Order):
     """The order of a blend. `drawn` are the samples of each source that were read before position `origin`."""
 
-    weights: tuple[float, ...] = ()
-    lengths: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()  # of each source, as given
+    lengths: tuple[int, ...] = ()  # samples of each source
     names: tuple[str, ...] = ()
     drawn: tuple[int, ...] = field(default=())
-    origin: int = 0
+    origin: int = 0  # position in the order at which these weights began
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Returns the samples at positions [start, stop), numbered over all sources one after another."""

@@ -45,8 +45,8 @@ class Corpus:
 
     folder: Path
     tokens: np.ndarray
-    source: str
-    sha256: str
+    source: str  # where the text comes from, in words
+    sha256: str  # of all bytes
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
@@ -108,6 +108,7 @@ class BytesSource:
         return (self.stop - self.start) // (self.seq_len + 1)
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        """Returns {"tokens": (B, seq_len + 1) int64} of these samples; `region` is not used."""
         width = self.seq_len + 1
         rows = np.asarray(indices, dtype=np.int64)
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
@@ -207,6 +208,7 @@ def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
 
 
 def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
+    """Yields the bytes of files and texts, one after another."""
     for part in parts:
         if isinstance(part, bytes):
             yield part

@@ -187,6 +187,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
+    """Returns the object on a line; `InputError` names the line (`where`)."""
     try:
         record = json.loads(line)
     except ValueError as error:

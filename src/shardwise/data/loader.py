@@ -91,6 +91,7 @@ class Loader:
         return parts
 
     def _next(self) -> tuple[list[Share], int]:
+        """Returns (this rank's parts of the next step, the position behind it), read ahead where nothing is drawn."""
         if self._workers == 0 and (self._prefetch == 0 or self._steps.draws is not False):
             return self._in_turn()
         if self._ahead is None:
@@ -127,6 +128,7 @@ class Loader:
         yield parts, stop
 
     def _reading(self, position: int) -> Iterator[tuple[list[Share], int]]:
+        """Returns an iterator from a position on of (this rank's parts, next position), read here or in workers."""
         if self._workers == 0:
             return self._steps.walk(position, self._end)
         return read_in_workers(

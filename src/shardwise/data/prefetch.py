@@ -100,6 +100,7 @@ class Prefetch(Generic[Item]):
 
 
 def _pump(items: Iterator[Item], channel: Channel[Item]) -> None:
+    """Put each item into the channel until it is closed; at the end its end, or the error."""
     try:
         for item in items:
             if not channel.put(item):

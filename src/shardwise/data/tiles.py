@@ -145,6 +145,7 @@ def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> A
 
 
 def _zarr() -> Any:
+    """Returns the module zarr; `InputError`, with how to get it, where it is not installed."""
     try:
         import zarr
     except ImportError as error:

@@ -46,6 +46,7 @@ def tokenized(
 
 
 def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
+    """Yields the files that patterns and names name, in order; `InputError` for one that names none."""
     for path in paths:
         found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else [str(path)]
         if not found:
@@ -57,6 +58,7 @@ def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def _name(files: list[Path], tokenizer: Tokenizer) -> str:
+    """Returns a name for the tokens of these files: of the tokenizer, and of their paths, sizes and times."""
     digest = hashlib.sha256(f"{FORMAT} {tokenizer.mark}".encode())
     for file in files:
         about = file.stat()
@@ -86,6 +88,7 @@ def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
 
 
 def _whole(file: Path) -> Iterator[str]:
+    """Yields the text of a file, as one document."""
     try:
         yield file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -95,6 +98,7 @@ def _whole(file: Path) -> Iterator[str]:
 
 
 def _lines(file: Path) -> Iterator[str]:
+    """Yields the "text" of each line of a JSONL file."""
     for where, line in json_lines(file):
         text = line.get("text")
         if not isinstance(text, str):

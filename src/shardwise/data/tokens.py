@@ -43,6 +43,7 @@ class TokenSource:
         self.span = (0, int(self._ends[-1]) if len(self._ends) else 0)
 
     def _open(self) -> None:
+        """Map the files and count their windows; `InputError` for one that is too short for any."""
         self.files = [_mapped(path, self.dtype) for path in self.paths]
         windows = [max(0, (len(tokens) - 1) // self.seq_len) for tokens in self.files]
         for path, tokens, count in zip(self.paths, self.files, windows, strict=True):
@@ -87,6 +88,7 @@ class TokenSource:
         return {"tokens": torch.from_numpy(rows)}
 
     def _check(self, row: np.ndarray, file: int, start: int) -> None:
+        """Raise `InputError` where a token of the row lies beyond the vocabulary."""
         if self.vocab is None:
             return
         beyond = np.flatnonzero((row >= self.vocab) | (row < 0))

@@ -45,7 +45,7 @@ class Nature:
     """How an optimizer updates: its kind (one of `KINDS`), and the narrowest dtype that it computes in."""
 
     kind: str
-    narrow: torch.dtype | None
+    narrow: torch.dtype | None  # the narrowest dtype in which it computes; None: its parameters' own
     needs_closure: bool
 
     @property

@@ -191,6 +191,7 @@ def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
 
 def _decoded(template: Any, tensors: dict[int, torch.Tensor]) -> Any:
     """Returns the state that `_encoded` made JSON of, with `tensors` in the place of their numbers."""
+    # one key says what the node is
     ((kind, value),) = template.items()
     if kind == "tensor":
         return tensors[value]

@@ -52,6 +52,7 @@ def own_collective(plan: Plan, op: str, place: str) -> RefusedPlan:
 
 
 def _refuse_sparse(module: nn.Module) -> None:
+    """Raise `RefusedPlan` for a parameter or buffer that is not dense."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is not torch.strided:
             raise RefusedPlan(

@@ -177,6 +177,7 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
 
 
 def _refuse_as_made(state: RankState) -> None:
+    """Raise `RefusedPlan` for what needs all gradients at once, where the plan frees each as it is used."""
     # each reason is of what is needed before or after backward; the first is told
     if state.clip_norm is not None:
         why = "clip_norm scales gradients by the norm of all of them, which is known after backward"
@@ -247,6 +248,7 @@ def _check_host(state: RankState, dealt: Sequence[tuple[Placement, Sequence[Unit
 
 
 def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState) -> str:
+    """Returns the notice that a placement moves nothing, with the sizes that explain it."""
     largest, total = max(unit.size for unit in units), sum(unit.size for unit in units)
     return (
         f"offload={state.plan.offload}: nothing moves for {placement}: what moves together (a parameter's state, or "
@@ -256,6 +258,7 @@ def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState
 
 
 def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Place:
+    """Returns where sub-groups of state lie: the host's memory, or a file."""
     if placement.tier == "host":
         return HostMemory(groups, state.device)
     disk = StateFile(groups, state.mesh.rank)

@@ -113,6 +113,7 @@ class _Writer:
         return self._failure
 
     def _trying(self, change: Callable[[], None]) -> None:
+        """Make a change of the file; where it fails, note why and drop the file."""
         try:
             change()
         except (OSError, RefusedPlan) as error:

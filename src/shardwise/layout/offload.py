@@ -113,6 +113,7 @@ def _placement(part: str, text: str) -> Placement:
 
 
 def _fraction(word: str, text: str) -> float:
+    """Returns a fraction of the text `offload=...`; `InputError` unless it is above 0 and at most 1."""
     try:
         fraction = float(word)
     except ValueError:

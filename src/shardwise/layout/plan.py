@@ -389,6 +389,7 @@ def _from_text(key: str, value: str) -> Any:
 
 
 def _to_text(key: str, value: Any) -> str:
+    """Returns a value of a plan as its text form has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

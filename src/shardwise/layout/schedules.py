@@ -50,7 +50,7 @@ class Times:
 class Schedule:
     """The order of ops on each rank. `rows[r]` is rank r's; `owner[s]` is the rank of stage s."""
 
-    name: str
+    name: str  # of schedule_kinds
     microbatches: int
     owner: tuple[int, ...]
     rows: tuple[tuple[Op, ...], ...]
@@ -174,6 +174,7 @@ class Schedule:
 
     @cached_property
     def _live(self) -> tuple[int, ...]:
+        """Returns, for each rank, the most micro-batches whose activations it holds at once."""
         most = []
         for row in self.rows:
             kept = peak = 0

@@ -317,6 +317,7 @@ def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
 
 
 def _same(first: LaunchedPlace, other: LaunchedPlace) -> None:
+    """Raise `InputError` where two launchers' variables contradict each other."""
     if (first.rank, first.world_size) != (other.rank, other.world_size):
         raise InputError(
             f"the environment contradicts itself: {_shown(first)} but {_shown(other)}; one of them is left over from "

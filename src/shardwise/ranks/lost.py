@@ -95,6 +95,7 @@ def _roll_call(store: Any, world: int) -> RunError | None:
 
 
 def _without_store() -> RunError:
+    """Returns the error of a rank whose store is gone with rank 0."""
     from shardwise.ranks.mpi import here
 
     place = here()

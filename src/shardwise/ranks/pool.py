@@ -125,6 +125,7 @@ class RankPool:
         self._idle += fresh
 
     def _start(self, imports: str) -> RankProcess:
+        """Returns a new rank process; its output goes nowhere where the pool is quiet."""
         self._started += 1
         name = f"shardwise-rank-{self._started}"
         if not self.quiet:

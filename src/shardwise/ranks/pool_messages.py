@@ -26,10 +26,10 @@ class RankCall:
     world_size: int
     store: str  # path of the FileStore
     backend: str | None  # None: choose by the devices of this machine; OWN: the accelerator's, though ranks share it
-    threads: int
-    group_timeout_s: float | None
-    search_path: list[str]
-    directory: str
+    threads: int  # of torch in the rank
+    group_timeout_s: float | None  # of its process group's collectives; None: torch's own
+    search_path: list[str]  # Python's, as the caller has it
+    directory: str  # in which the caller stands
     environment: dict[str, str]
     call: bytes  # pickled (function, args)
     record: str = ""  # path of this rank's record, without its number; "": nobody watches

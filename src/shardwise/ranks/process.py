@@ -150,6 +150,7 @@ class RankProcess:
         self._stacks.close()
 
     def _signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
         if self.process.exitcode is None:
             try:
                 os.kill(self.pid, number)

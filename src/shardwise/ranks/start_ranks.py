@@ -28,7 +28,7 @@ class RankEvent:
 
     kind: str
     rank: int
-    pid: int
+    pid: int  # of its process
     text: str = ""
 
 

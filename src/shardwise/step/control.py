@@ -68,6 +68,7 @@ class Tally:
         return table
 
     def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
+        """Returns the sum of numbers and tensors, a tensor where any is one."""
         # Tensors are added on the device: a value that is read here would make the host wait for the forward.
         if len(values) == 1:
             return values[0]

@@ -195,6 +195,8 @@ class OwnedMasters:
         return self._tensor.share(self._names[index], torch.empty(whole, device="meta")).shape
 
     def _shards(self, shard: Axis, shapes: list[torch.Size], kinds: list[torch.dtype]) -> _Exchange:
+        """Returns the exchange of shards over dp_shard: which piece of each parameter goes to its owner."""
+
         def put(index: int, whole: torch.Tensor, rank: int, piece: torch.Tensor) -> None:
             self.technique.select(index, whole, rank).copy_(piece)  # a view: what is copied into it stands in `whole`
 

@@ -91,6 +91,7 @@ class MetricTally:
         return values
 
     def _value(self, name: str, total: float, weight: float) -> float:
+        """Returns a metric over all ranks; NaN without weight, or where its last function has no value."""
         if not weight:
             return math.nan
         finish = self._finish[name]

@@ -59,6 +59,7 @@ def train_step(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def _step(state: RankState, parts: list[Share]) -> StepResult:
+    """Returns the result of one step: gradients, and an update where they are usable. Collective."""
     if state.needs_closure:
         return _with_closure(state, parts)
     try:
@@ -162,6 +163,7 @@ def update(state: RankState, step: Callable[[], T]) -> T | None:
 
 
 def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
+    """Returns the first evaluation's result of an optimizer that asks for the loss again. Collective."""
     results: list[StepResult] = []
 
     def closure() -> float:
@@ -177,12 +179,14 @@ def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:
+    """Returns the result, with metrics; counts the step, and drops what it left. `updated`: weights moved."""
     if state.steps_done == 0 and state.forward.gathered_bytes:
         received_mb = state.forward.gathered_bytes / 1e6
         state.notices.append(
             f'loss_scope="global": in each step this rank receives {received_mb:.3g} MB of other ranks\' outputs '
             "and batches for the loss"
         )
+    # what a step gathered to be read again belongs to its weights
     if state.tensor is not None:
         forget()
     if state.tensor is not None or state.forward.positions is not None:
@@ -201,6 +205,7 @@ def _settle_buffers(module: nn.Module) -> None:
 
 
 def _set_learning_rate(state: RankState) -> None:
+    """Set the rates of this step by the schedule, as multiples of those that were given."""
     if state.schedule is None:
         return
     factor = state.schedule(state.steps_done)
