@@ -163,7 +163,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self._total)
 
     def _let_go(self) -> None:
-        """Wait a little for storages that other threads still hold, where there are more than the peak so far."""
+        """Collect garbage, and wait a little for memory that is being freed, where more than the peak is held."""
         gc.collect()
         for _ in range(TURNS):
             if self._total <= self.peak:

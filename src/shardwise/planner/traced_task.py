@@ -195,7 +195,6 @@ class Traced:
         return self._model_of(blocks, joined, micro)
 
     def _model_of(self, blocks: BlockMemory, joined: int, micro: int | None = None) -> Model:
-        """Returns the `Model` for micro-batches of `micro` samples; None: for any, on a line through two traces."""
         model = self._model_at(blocks, joined, self._sizes(micro))
         # traces of different operations cannot be interpolated: exactly this size is traced
         # (test_two_traces_that_differ_are_never_put_on_a_line)
