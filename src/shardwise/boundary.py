@@ -215,7 +215,7 @@ def _transposed(plain: Callable, dims: int) -> Callable:
         edges: Edges, what: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         stride: Sizes = 1, padding: Sizes = 0, output_padding: Sizes = 0, groups: int = 1, dilation: Sizes = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a transposed convolution on the input padded by the boundary, and crops the outputs to the field."""
+        """Returns a transposed convolution of the input padded by the boundary, its outputs cropped to the field."""
         strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
         pads, more = each(padding, dims), each(output_padding, dims)
         reads = []

@@ -195,6 +195,7 @@ def _in_columns(data: Any) -> bool:
     if not columns or not all(shapes):
         return False
     told = f"data is a {type(data).__name__} of tensors of shapes {', '.join(map(str, shapes[:3]))}"
+    # a tuple of like tensors may be (x, y) or be samples; a dict's names say that they are columns
     alike = len({(shape, str(column.dtype)) for shape, column in zip(shapes, columns, strict=True)}) == 1
     if alike and not isinstance(data, Mapping):
         if len(columns) > shapes[0][0]:  # more of them than rows: samples

@@ -199,6 +199,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     total, available = ([told[name]] if name in told else [] for name in ("MemTotal:", "MemAvailable:"))
     for folder, most, used in _memory_groups(root):
         limit, use = (_number("".join(_lines(folder / name))) for name in (most, used))
+        # "max", or no such file: this group does not limit
         if limit is None:
             continue
         total.append(limit)

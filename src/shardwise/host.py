@@ -72,7 +72,7 @@ def require(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
 
 
 def to_device(values: Any, device: torch.device) -> torch.Tensor:
-    """Copies a numpy array or CPU tensor to the device without making the host wait.
+    """Returns a numpy array or CPU tensor on the device, copied without making the host wait.
 
     On the CPU it is the same memory. A plain `.to(device)` waits until the device has done all that it was given.
     """

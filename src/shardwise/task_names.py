@@ -179,6 +179,7 @@ def call_task(task: str, value: Any) -> Task:
     """
     if isinstance(value, Task):
         return value
+    # a model's class is callable too, and would be called with nothing: the likeliest mistake has its own words
     if inspect.isclass(value) and not issubclass(value, Task):
         raise InputError(
             f"task {task!r}: is a class; write a function that returns Task(model={value.__name__}, ...) and give that"
@@ -188,6 +189,7 @@ def call_task(task: str, value: Any) -> Task:
             f"task {task!r}: is of type {type(value).__name__}; expected a Task, or a function that takes "
             "nothing and returns one"
         )
+    # before it is called: a TypeError out of the call would look like one of the function's own
     needs = _arguments(value)
     if needs:
         raise InputError(f"task {task!r}: takes {', '.join(needs)}; it is called with nothing: give them defaults")

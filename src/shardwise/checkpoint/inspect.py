@@ -208,6 +208,7 @@ def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
             row = _differs(first, names[0][name], second, names[1][name])
             if row is not None:
                 rows.append({"name": name, **row})
+        # safetensors alone have no step, plan or data position to compare
         if first.manifest is not None and second.manifest is not None:
             rows += _facts(first.manifest.fields, second.manifest.fields)
         return rows

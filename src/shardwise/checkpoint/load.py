@@ -50,7 +50,7 @@ class Restored:
 
 
 def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Restored:
-    """Load a checkpoint into an engine: weights, optimizer state, buffers, generators. Collective.
+    """Load weights, optimizer state, buffers and generators into an engine; returns what was found. Collective.
 
     folder   a checkpoint, or a folder of them: the newest that is whole is taken
     ema      the moving average to restore with the weights; one that the checkpoint lacks begins at its weights

@@ -128,6 +128,7 @@ class Saver:
         except RefusedPlan as problem:
             error = str(problem)
         answers = gather_json([error, self._read_again.changed()], engine.mesh.world, engine.device)
+        # told to all before anyone raises: the others would wait in the next collective
         if any(word for word, _ in answers):
             raise RefusedPlan(next(word for word, _ in answers if word))
         changed = {name for _, names in answers for name in names}
@@ -176,6 +177,7 @@ class Saver:
         number = xxhash.xxh3_64_intdigest(text.encode()) % 2**52  # exact in float64, in which rows travel
         rows = gather_rows(put([float(number)], engine.device), engine.mesh.world)
         layout = str(rows.view(-1).tolist())
+        # all ranks compare all ranks' numbers, so that either none gathers below or every one does
         if layout == self._layout:
             return
         everybody = gather_json(mine, engine.mesh.world, engine.device)

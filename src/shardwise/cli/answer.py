@@ -249,7 +249,7 @@ def speaks() -> bool:
 
 @contextmanager
 def quiet_stdout(active: bool) -> Iterator[None]:
-    """Send what is written to stdout, by Python and by everything below it, to stderr meanwhile."""
+    """Context: what is written to stdout, by Python and by everything below it, goes to stderr."""
     if not active:
         yield
         return

@@ -114,10 +114,12 @@ def candidates(main: click.Group, words: list[str]) -> list[str]:
         return _values(option, word)
     if word.startswith("-"):
         names = [name for param in command.params for name in (*param.opts, *param.secondary_opts)] + ["--help"]
+        # of the two spellings of an option (-p, --plan) the long one explains itself
         return sorted(name for name in names if name.startswith(word) and name.startswith("--"))
     if isinstance(command, click.Group):
         return sorted(name for name in command.commands if name.startswith(word))
     arguments = [param for param in command.params if isinstance(param, click.Argument)]
+    # the last argument may be a list, such as of tasks or files: what follows completes as it does
     return _values(arguments[min(taken, len(arguments) - 1)], word) if arguments else []
 
 

@@ -53,7 +53,7 @@ def doctor(answer: Answer, folder: str, plan: str | None) -> None:
     Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
     well, 1 when something is not.
     """
-    # rates are measured between ranks, and `doctor` alone would start none
+    # a plan's axes are measured over a launcher's ranks: the two that `doctor` starts by itself have none
     if plan is not None and _alone():
         raise click.UsageError("--plan is measured over a launcher's ranks, and there are none: srun shardwise doctor")
     with timing(not answer.as_json) as say:

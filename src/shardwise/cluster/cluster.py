@@ -161,7 +161,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str | Cluster) -> Cluster:
-        """Read the text form, or a path that ends in `.toml`."""
+        """Returns the cluster of a text form, or of a path that ends in `.toml`."""
         if isinstance(text, Cluster):
             return text
         if text.strip().endswith(".toml"):
@@ -172,7 +172,7 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: Path) -> Cluster:
-        """Read a cluster file; a missing, negative or unknown figure raises `InputError` with its place."""
+        """Returns the cluster in a file; `InputError`, with its place, for a missing, negative or unknown figure."""
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:

@@ -144,7 +144,7 @@ def in_order_of_calls(device: torch.device, axis: Axis) -> bool:
 
 
 def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: Axis) -> Pending:
-    """Begin messages together, one by itself too: over NCCL it would make a communicator of its two ranks."""
+    """Begin messages together, a single one too (alone, NCCL makes a communicator for it); returns what to wait for."""
     group, device = axis.group, [*sends, *receives][0].tensor.device
     assert group is not None
     # NCCL takes all messages of a round as one call; gloo takes them one by one

@@ -167,9 +167,11 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
         if getattr(_inside, "refused", None) is not None:
             _refuse(op)
         state = _state
+        # nobody records, or this is a call that a recorded one makes: counted once
         if (state.record is None and state.log is None) or getattr(_inside, "under", False):
             return own(self, *args, **kwargs)
         tensor = args[place] if place is not None and place < len(args) else None
+        # all_gather and its like take a list of tensors, or a list of these: the first tells the dtype
         while isinstance(tensor, list | tuple):
             tensor = tensor[0] if tensor else None
         where = None if state.record is None else _noted(self, op, tensor)

@@ -80,7 +80,7 @@ class Effective:
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: Sequence[Given] = ()) -> Effective:
-    """Read and check a configuration; `InputError` holds every mistake.
+    """Returns the checked configuration; `InputError` holds every mistake.
 
     path       a TOML file, or None
     overrides  `key=value` texts of `--set`
@@ -238,6 +238,7 @@ def _nearest(key: str, value: Any) -> str:
     by_leaf: dict[str, str] = {}
     for name in keys():
         its_table, _, its_leaf = name.rpartition(".")
+        # several tables have a key of this name: the one of the table in which the user wrote it is meant
         if its_leaf not in by_leaf or its_table == table:
             by_leaf[its_leaf] = name
     inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""

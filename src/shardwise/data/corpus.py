@@ -138,7 +138,7 @@ def split(corpus: Corpus, seq_len: int, held_out: float = 0.05) -> tuple[BytesSo
 def write_corpus(
     texts: str | Path | bytes | Iterable[str | Path | bytes], folder: str | Path, *, source: str = ""
 ) -> Corpus:
-    """Write files (a str is a path) and bytes, one after another, as a corpus in `folder`, and open it.
+    """Write files (a str is a path) and bytes, one after another, into `folder`; returns the open `Corpus`.
 
     `source` says in words where the text comes from.
     """

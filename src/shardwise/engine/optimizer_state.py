@@ -81,6 +81,7 @@ def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tenso
     # A share over tp or ep is whole to its technique, and a piece of the weight.
     masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in state.technique.slots]
     if state.owners is not None:
+        # an optimizer of whole matrices has its state on a weight's owner alone
         masters = [(state.names[index], master, True) for index, master in state.owners.masters.items()]
     rows, tensors_of = {}, {}
     for name, master, whole in masters:
@@ -153,7 +154,7 @@ def _leaves(
     homes = {slot.name: slot.master.device for slot in state.technique.slots}
 
     def leaf(index: int, name: str, place: int) -> Gathering:
-        """Begin to gather one tensor of a parameter's state: pieces are joined, an owner's is broadcast."""
+        """Returns the gathering of one tensor of a parameter's state: pieces are joined, an owner's is broadcast."""
         form, mine = forms[name], tensors_of.get(name, [])
         dtype, shape, _ = form.tensors[place]
         nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it

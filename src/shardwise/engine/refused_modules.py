@@ -87,6 +87,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
     for shared in spans.values():
         for place, (start, stop, name, trained) in enumerate(shared):
             for other_start, other_stop, other, other_trained in shared[:place]:
+                # two frozen tensors may share: nothing writes into them
                 if start < other_stop and other_start < stop and (trained or other_trained):
                     raise RefusedPlan(
                         f"'{name}' shares memory with '{other}' without being the same tensor, so that training one "

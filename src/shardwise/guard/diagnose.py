@@ -140,6 +140,7 @@ class RankWatch:
         stuck = {rank for rank, seen in ranks.items() if seen.waits_key and rank not in ended}
         missing = {rank: missing_of(ranks[rank], ranks) for rank in stuck}
         while True:
+            # who waits only for ranks that go on will go on too; and then who waits only for these
             free = {rank for rank in stuck if not any(other in stuck or other in ended for other in missing[rank])}
             if not free:
                 break

@@ -85,7 +85,7 @@ def export(
 def _export_merged(
     weights: Engine | str | Path, folder: Path, source: Any, dtype: torch.dtype | None, file_bytes: int
 ) -> Path:
-    """Write the model with its adapters merged. Collective with an engine."""
+    """Write the model with its adapters merged; returns the folder. Collective with an engine."""
     from shardwise.hf.merge import merged
 
     partial = folder.with_name(f".{folder.name}.partial")
@@ -131,6 +131,7 @@ def _check_names(weights: Engine | str | Path, config: Any) -> None:
     except TypeError as error:  # a wrapper around a model of transformers
         raise InputError(f"export: {kind.__name__} is no model of transformers that its configuration makes") from error
     own = dict(model.state_dict(keep_vars=True))
+    # tied weights have several names and are stored under one: by identity, the others do not lack
     stored = {id(own[name]) for name in names & own.keys()}
     missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in stored)
     unknown = sorted(names - own.keys())

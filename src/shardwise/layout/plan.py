@@ -163,12 +163,14 @@ class Plan:
             raise InputError(f"plan: pp must be a whole number of at least 1, got {self.pp!r}")
         if isinstance(self.stages, str):
             object.__setattr__(self, "stages", tuple(filter(None, self.stages.split("|"))))
+        # a plan made in Python or read from TOML may bring anything
         if not isinstance(self.stages, tuple) or not all(isinstance(path, str) and path for path in self.stages):
             raise InputError(f"plan: stages must be module paths, such as layers.3|layers.6, got {self.stages!r}")
         if self.pp > 1 and self.schedule == "none":
             object.__setattr__(self, "schedule", "1f1b")
         if self.stages_per_rank == -1:
             object.__setattr__(self, "stages_per_rank", self._usual_stages)
+        # both given: neither may win silently
         if self.stages and self.stages_per_rank != self._usual_stages:
             raise InputError(
                 f"plan: stages names {len(self.stages)} places, which make {self._usual_stages} stages for each of "
@@ -404,6 +406,7 @@ def no_pair(part: str, text: str) -> str:
     # "tp4" or "tp_4"
     names, number = [field.name for field in fields(Plan)], re.fullmatch(r"([a-z_]+?)_?(\d+)", part)
     advice = ""
+    # most certain first: a pasted sign that looks like = explains the part whatever else it resembles
     if (sign := no_keyboard(text)) and "=" not in part:
         advice = sign
     elif part.endswith((".json", ".yaml", ".yml")):

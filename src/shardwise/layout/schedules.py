@@ -137,6 +137,7 @@ class Schedule:
         wanted: set[Op] = set()
         for stage in range(self.stages):
             for batch in range(self.microbatches):
+                # a backward is one op, or two: of inputs (I) and of weights (W)
                 whole = Op("B", stage, batch) in self._all
                 wanted |= {Op(kind, stage, batch) for kind in (("F", "B") if whole else ("F", "I", "W"))}
         if set(ops) != wanted:

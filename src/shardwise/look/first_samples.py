@@ -165,6 +165,7 @@ class _Look:
             self.problems += self.share(seen.problems())
             if self.parts is None:
                 findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
+            # after a problem a difference of the parts would be its echo
             elif not self.problems:
                 self._compare(of_whole, *self._run_parts(self.parts, calls, pairs, left), self.parts)
             findings.draws = self.share(list(dict.fromkeys(_draw_text(draw.path, draw.op) for draw in self.drawn)))

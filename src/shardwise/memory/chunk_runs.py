@@ -203,7 +203,7 @@ class _Joined:
         self._last = _within(value, lambda here: self._take(here, index))
 
     def _take(self, here: torch.Tensor, index: int) -> torch.Tensor:
-        """Add one turn's gradient: put a chunk at its place, or add a summand."""
+        """Add one turn's gradient, a chunk at its place or a summand; returns it as it came."""
         if isinstance(here, Part):
             self._put(here.local, here.dim_cut, here.owners, index)
         elif isinstance(here, Sum):

@@ -282,7 +282,7 @@ class Flat:
         return [bucket.buffer for bucket in self.buckets.buckets] + [part.gradient for part in self.shards]
 
     def full_parameter(self, index: int) -> Gathering:
-        """Gathers the whole master weight."""
+        """Returns the gathering of the whole master weight."""
         part, entry = self._find(index)
         pieces = [slot.master for slot, place in zip(self.slots, self._places, strict=True) if place[1] == index]
         # no slot: none of it is here
@@ -290,7 +290,7 @@ class Flat:
         return self.whole(index, piece)
 
     def full_gradient(self, index: int) -> Gathering:
-        """Gathers the whole gradient; None where no rank used the parameter."""
+        """Returns the gathering of the whole gradient; its result is None where no rank used the parameter."""
         part, entry = self._find(index)
         if part.gradient is None or index not in self._used:
             return ready(None)

@@ -106,6 +106,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
     """Returns the shape of a member of a family. `numbers`: by the keys of `WORDS`, 0 where the file gives none."""
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
+    # the first layers of some mixtures have one plain feed-forward; a model without experts has nothing else
     dense = min(numbers["dense_layers"], numbers["layers"]) if experts else 0
     latent = {"q_latent", "kv_latent", "rope_dim", "value_dim"} if family.latent else set()
     bias = bool(config.get(family.bias_key, family.bias))

@@ -63,7 +63,7 @@ def search(
     subject: Subject, cluster: Cluster, constraints: Constraints | None = None, *, precision: str = "bf16",
     say: Say = silent, show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> Search:  # fmt: skip
-    """Search the plans of a subject on a cluster; raises `InputError` where none fits, with the nearest.
+    """Returns the `Search` of a subject's plans on a cluster; `InputError`, with the nearest, where none fits.
 
     An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.
 

@@ -33,6 +33,7 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
     reads = subject.reading() if subject.reading is not None else None
     if reads is not None and (wait := reads.wait(best.layout, subject.global_batch)) > best.forecast.step_s:
         out.append(_input_bound(reads, wait, best))
+    # advice on distributing; there is none where there is one device
     if cluster.world_size > 1:
         single = _alone(subject, best.layout, capacity)
         if single is not None:
@@ -50,6 +51,7 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
         waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
         if waiting > 0.4:
             out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
+    # exact randomness costs time: the user learns how much only where it is much
     if subject.draws is not None and (pair := subject.draws(best.layout)) and pair[0] > DRAWN * pair[1]:
         out.append(
             f"randomness: numbers of one process, the default, take {1 - pair[1] / pair[0]:.0%} of a step of replicas "

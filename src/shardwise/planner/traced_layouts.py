@@ -113,6 +113,7 @@ class TracedLayouts:
         refused: set[Layout] = set()  # what cannot be traced without recompute cannot be with it
         for layout in map(constraints.applied, layouts):
             plain = layout.with_(recompute="none")
+            # layout/rules refuses the two together
             if layout.recompute == "selective" and placements(layout.offload, "activations"):
                 continue
             if constraints.fixed and not constraints.allows(plan_of(layout, self.traced.precision)):

@@ -361,7 +361,7 @@ class Arrivals:
 
     @property
     def idle(self) -> int:
-        """Elements of parameters that no gradient reached."""
+        """Returns the elements of parameters that no gradient reached."""
         return sum(self._sizes) - sum(self._seen.values())
 
 

@@ -369,7 +369,7 @@ class Stepping(OverRanks):
         return result
 
     def _usable_step(self, inner: Callable[[], Any]) -> Any:
-        """Run the optimizer's own step, unless a gradient is not finite."""
+        """Returns what the optimizer's own step returns; None where a gradient is not finite, and no step is taken."""
         if self._tally is not None and not self._usable:
             return None
         return inner()

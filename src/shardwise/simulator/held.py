@@ -165,6 +165,7 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> _Owned | Non
     cut = {index: sizes[index] for index, (place, _) in enumerate(held) if place in wholes}
     share_owner_of = share_owners(cut, owner_of, layout.tp)
     ranks = []
+    # owners are chosen by size, so ranks differ: the fullest one decides whether the plan fits
     for shard in range(over) if shard_rank is None or over == 1 else [shard_rank]:
         mine = [index for index, owner in enumerate(owner_of) if owner == shard]
         uncut = sum(sizes[index] for index in mine if index not in cut)

@@ -67,6 +67,7 @@ class AsMade:
 
     def _take(self, slots: list[Slot], number: int, flat: torch.Tensor | None) -> None:
         """Take the gradients that bucket `number` brought (`flat`: as one tensor); updates sub-groups that are full."""
+        # the norm of a whole bucket is one kernel instead of one a weight
         if self._flat and flat is not None:
             self.flats[number] = norms_of([flat])
         for slot in slots:

@@ -74,7 +74,7 @@ def _step(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
-    """Run forward and backward over the micro-batches; gradients end up summed, divided and clipped.
+    """Returns (result, whether ranks may update) of all micro-batches; gradients end up summed, divided and clipped.
 
     Returns what the step came to, and whether the update may be done.
     """
@@ -114,7 +114,7 @@ def take_written(state: RankState) -> None:
 
 
 def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
-    """Complete a step's gradients after its last backward: summed over ranks, divided and clipped. Collective.
+    """Returns (result, whether ranks may update); gradients are summed over ranks, divided and clipped. Collective.
 
     tally   what this rank added up over the step's micro-batches
     Raises `RunError` where ranks took different branches that one process could not have taken.
@@ -150,7 +150,7 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
 
 
 def update(state: RankState, step: Callable[[], T]) -> T | None:
-    """Run the optimizer's `step` where its tensors are whole enough, then publish the new weights. Collective."""
+    """Run the optimizer's `step` where its tensors are whole enough, and publish; returns its result. Collective."""
     with state.hooks.inside("update"):
         reach("update", subject=state)
         if state.owners is not None:

@@ -147,6 +147,7 @@ class Keeper:
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
+        # an attempt after a crash may find every step done and only the end (exports, reports) missing
         if self.first >= self.job.steps and not self.job.again:
             raise InputError(
                 f"{restored.folder} is of step {self.first}, and this run has {self.job.steps} steps: there is nothing "
@@ -164,6 +165,7 @@ class Keeper:
         notices = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
         notices += changes(fields.get("settings") or {}, settings_of(self.job.effective))
         digest, name = task_digest(self.job.effective), self.job.effective.config.task.name.rpartition(":")[0]
+        # None: a task of no file, or a checkpoint that does not tell
         if None not in (digest, fields.get("task_file")) and digest != fields["task_file"]:
             notices.append(
                 f"{name} was edited since the checkpoint: what it says now (model, loss, data) is trained on"

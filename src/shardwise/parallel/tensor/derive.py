@@ -142,7 +142,7 @@ def derive(
     labels: WeightLabels, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """Choose the families to cut over `ranks`; those with a `blocked` parameter stay whole, for its reason.
+    """Returns the cuts over `ranks`; families with a `blocked` parameter stay whole, for its reason.
 
     labels    of one forward
     elements  of each parameter, by name
