@@ -52,6 +52,7 @@ def write_adapters(module: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
     if are_prompts(module):
         (kind,) = {config.peft_type.value for config in module.peft_config.values()}
         raise InputError(f"the adapters ({kind}) are no layers of the model: peft alone can write them")
+    # renamed at the end: a folder of that name is whole
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -141,6 +141,7 @@ def weights(engine: Engine) -> Iterator[Holding]:
             piece, local = _frozen_piece(engine, name, param)
             yield Holding(f"model/{name}", piece, local)
     for name, buffer in engine.module.named_buffers():
+        # stages may each hold a copy of a buffer: one of them counts
         if engine.state.staged is None or engine.state.staged.cut.buffers.get(name) == engine.mesh.pp.index:
             yield Holding(f"buffer/{name}", Piece.whole(buffer.shape), buffer, alike=False)
 

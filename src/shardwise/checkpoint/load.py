@@ -104,6 +104,7 @@ def _together(engine: Engine, work: Callable[[], None]) -> None:
     except Exception as problem:
         error = problem
     errors = gather_json("" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device)
+    # with its own class and traceback where it arose; elsewhere as what that rank said
     if error is not None:
         raise error
     for rank, word in enumerate(errors):
@@ -125,6 +126,7 @@ def _compare(engine: Engine, stored: Stored) -> None:
         assert stored.manifest is not None
         saved, ours = stored.manifest.fields.get("task"), engine.task.name
         other = ""
+        # the likeliest reason of all differences
         if saved != ours:
             words = _listed(*next(iter(names_by_difference.items())))
             other = f" (it is of the task {saved!r}, and this run's is {ours!r})"

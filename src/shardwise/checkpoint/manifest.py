@@ -167,6 +167,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     """Returns the manifest in a JSON file's content; raises `ValueError` for anything that a save would not write."""
     files = {}
     for name, row in content.pop("files").items():
+        # a hostile manifest could name a file outside the folder
         if not _FILE.fullmatch(name):
             raise ValueError(f"{name[:40]!r} is no name of a file in this folder")
         files[name] = File(_count(row["bytes"]), str(row["xxh3_128"]))
@@ -174,6 +175,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     tensors = {}
     for name, row in content.pop("tensors").items():
         shape, dtype = tuple(_count(size) for size in row["shape"]), row["dtype"]
+        # sizes are computed from these before a file is opened
         if dtype not in ITEM_BYTES or len(shape) > _DIMS:
             raise ValueError(f"tensor '{name[:80]}' has dtype {str(dtype)[:20]} and {len(shape)} dims")
         parts = tuple(FilePiece(names[_count(at)], _count(begin), from_json(shape, piece))

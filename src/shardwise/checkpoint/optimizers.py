@@ -54,6 +54,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
     holdings: list[Holding] = []
     pieces = optimized(engine)
     for param, state in engine.optimizer.state.items():
+        # some optimizers keep counters or settings under keys that are no parameters
         if id(param) not in pieces:
             if isinstance(param, torch.Tensor) and not param.numel():
                 continue  # of a weight of which this rank has no element, as a script is shown it

@@ -191,7 +191,7 @@ def common_count(first: Piece, second: Piece) -> int:
 def copy_common(source: np.ndarray, source_piece: Piece, target: np.ndarray, target_piece: Piece) -> int:
     """Copy what both pieces have from `source`, laid out as `source_piece`, to `target`; returns how many elements.
 
-    Both arrays have one dim and contiguous elements. Returns how many elements were copied.
+    Both arrays have one dim and contiguous elements.
     """
     done = 0
     for theirs in source_piece.boxes:

@@ -123,6 +123,7 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
             if arrived is not None:
                 contents[rank] = arrived
                 missing.discard(rank)
+            # a rank that could not write says so: others need not wait until the deadline
             elif (failed := work.at / f"rank-{rank:05d}{FAILED}").exists():
                 raise RunError(f"rank {rank}: {failed.read_text(encoding='utf-8', errors='replace')}")
         # `going` becomes False a while after this writer's own rank has ended

@@ -170,6 +170,7 @@ def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
         for rank, value in again.get(name, {}).items():
             came_to.setdefault(rank, set()).add(value)
         (best, voices), *others = Counter(value for mine in came_to.values() for value in mine).most_common()
+        # a majority; else a tie, in which a rank that came to two hashes is at fault
         if not others or voices > others[0][1]:
             # else all of the first are wrong: what was right was lost before these steps
             if best in by_rank.values():

@@ -77,6 +77,7 @@ class Stored:
             view, at = memoryview(buffer.data), part.begin + begin
             while view:
                 size = os.preadv(self._open[part.file], [view], at) if ranged is None else _into(view, ranged, at)
+                # the file was cut short: reading on would never end
                 if size == 0:
                     raise RunError(f"{path} ends at byte {at}, where '{part.piece.shape}' goes on")
                 view, at = view[size:], at + size

@@ -132,6 +132,7 @@ def _code_and_message(error: BaseException, command: str) -> tuple[int, str]:
     )
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, f"interrupted{left}"
+    # SIGTERM may come out as another error, of code that swallowed it or broke on it
     if isinstance(error, Ended) or Ended.arrived is not None:
         return 128 + signal.SIGTERM, f"ended by SIGTERM{left}"
     if isinstance(error, click.ClickException):
@@ -179,6 +180,7 @@ def _instead(error: click.NoSuchOption, words: list[str]) -> str:
     """Returns what to write in the place of an unknown option; "" where nothing tells. `words`: the command line."""
     params = error.ctx.command.params if error.ctx is not None else []
     of_script = any(param.name == "arguments" for param in params) and any(word.endswith(".py") for word in words)
+    # an option that resembles one of ours is a slip of the pen, and no option of the script
     if of_script and not nearest(error.option_name.strip("-"), [name.strip("-") for name in error.possibilities or ()]):
         return f"a script's own stand behind --, as -- {error.option_name} ..."
     options = {option for param in params for option in param.opts}
@@ -199,6 +201,7 @@ def _as_a_key(error: click.NoSuchOption) -> str:
     if "overrides" in taken and (key := _key(name)):
         return f"give it as --set {key}=..."
     ours = ours_of(name) if "plan" in taken else None
+    # words of other libraries, of plans first: these are the more specific
     if ours is None and "overrides" in taken:
         ours = key_of(name)
     if ours is None:

@@ -204,6 +204,7 @@ def _disk(folder: Path) -> Iterator[Check]:
     # the folder need not exist yet, but a file above it will stop the run
     if not above.is_dir():
         yield Check("disk", f"{above} is a file", f"runs cannot go to {folder}, which lies below a file")
+    # measured all the same, above that file
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(near).free
     problem = (

@@ -82,6 +82,7 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         parity = _prove(answer, target, arguments, words, pool) if code is None else None
         if pool is not None:
             pool.code = _code(parity)
+    # one of a launcher's other ranks, whose answer is rank 0's
     if parity is None:
         answer.code = code or 0
         return

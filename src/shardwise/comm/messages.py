@@ -165,6 +165,7 @@ def beside(axis: Axis, device: torch.device) -> Axis:
     """Returns the axis with a group of its own where messages of one group wait in line (NCCL). Collective (world)."""
     if not in_order_of_calls(device, axis):
         return axis
+    # a second group gains nothing then, and the two ranks would wait for each other for ever
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RefusedPlan(
             "a stage that takes a gradient within its forward asks the stage before it while hidden states wait for "

@@ -338,6 +338,7 @@ def _frame(least: int = _USERS) -> tuple[Any, int] | None:
         if entry is None:
             entry = kinds[id(code)] = (_kind_of(code.co_filename), code)
         kind = entry[0]
+        # the user's own line tells more than a package's, and that more than ours
         if kind < best:
             nearest, best = frame, kind
             if kind <= least:

@@ -330,6 +330,7 @@ def read(path: Path, ranks: int | None = None) -> Translation:
     values = _parsed(path)
     if not any(key in ROWS or key.startswith(tuple(GROUPS)) for key, _ in _flat(values)):
         raise InputError(f"--from {path}: no key of it is one of DeepSpeed's or Accelerate's configurations")
+    # a default of theirs that is other than ours is as much asked for as what the file says
     unsaid = dict(_unsaid(values))
     # ranks and machines first: others are told by them
     first = ("num_processes", "num_machines", "distributed_type")
@@ -339,6 +340,7 @@ def read(path: Path, ranks: int | None = None) -> Translation:
         if kind is not None and values.get("distributed_type", kind) != kind:
             made.told.append((key, f"Accelerate reads it where distributed_type is {kind}: left out"))
             continue
+        # Accelerate may keep DeepSpeed's part in a file of its own, which then decides
         if key.endswith("deepspeed_config_file"):
             if not (path.parent / str(value)).is_file():
                 raise InputError(f"--from {path}: {key} names {value}, which is not beside it: put it there")

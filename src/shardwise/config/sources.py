@@ -178,6 +178,7 @@ def _value(text: str) -> Any:
     except tomllib.TOMLDecodeError as error:
         if re.fullmatch(r"\[\s*[\w.-]+(\s*,\s*[\w.-]+)*\s*\]", text):  # a list of bare words, as shells leave one
             return [word.strip() for word in text[1:-1].split(",")]
+        # it was meant as TOML: taken as a bare word, a missing quote would pass
         if text[0] in "\"'[{":
             raise ValueError(f"is not a TOML value: {error}") from None
         return text

@@ -56,6 +56,7 @@ def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
         return True, group.size
     if unit % group.stride == 0 and group.span % unit == 0:
         return False, unit // group.stride
+    # each rank of a group in a unit of its own
     if group.stride % unit == 0:
         return group.size == 1, 1
     fewest = group.size

@@ -63,6 +63,7 @@ class ChatTemplate:
         for number, message in enumerate(messages, 1):
             if lack := _lack(message):
                 raise InputError(f"{where}: message {number} {lack}")
+        # the template marks answers itself ({% generation %}): nothing has to be rendered twice
         if self._is_marked:
             return self._marked(where, messages, **options)
         text = self._rendered(where, messages, **options)

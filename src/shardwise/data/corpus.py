@@ -152,6 +152,7 @@ def write_corpus(
             for chunk in _chunks(parts):
                 digest.update(chunk)
                 count += file.write(chunk)
+            # an empty file cannot be mapped into memory, and nothing could be learned
             if count == 0:
                 raise InputError(f"there is no text to write to {folder}: every file is empty")
         described = {

@@ -198,6 +198,7 @@ class FieldSource:
         days = np.concatenate(values)
         if len(days) != self.steps:
             raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.files_text()}")
+        # pairs t -> t + lead are taken by place, so places must be in the order of time
         if (np.diff(days) <= 0).any():
             back = int(np.argmax(np.diff(days) <= 0))
             raise InputError(f"FieldSource: time does not go forward at step {back + 1}: give the files in their order")
@@ -205,6 +206,7 @@ class FieldSource:
             raise InputError(
                 f"FieldSource: cycles= need dates, but {self.time!r} has no units such as 'days since ...'"
             )
+        # times without dates: steps are evenly counted, and no time of the year is known
         if origin is None:
             return days, 0.0, 0.0
         minutes = origin.hour * 60 + origin.minute

@@ -149,6 +149,7 @@ class RayRows:
         ends = list(accumulate(rows))
         if not ends or not ends[-1]:
             raise InputError(f"{self.name}: the dataset has no rows")
+        # the actor was lost and made again: positions in the data count rows as they were
         if self._rows is not None and self._rows != ends:
             raise RunError(f"{self.name}: made again, the dataset has other blocks: its rows must not depend on chance")
         self._rows = ends

@@ -215,6 +215,7 @@ def _holders(
     where = _Where(flow, stages)
     for name, param in module.named_parameters():
         used = [stage.index for stage in stages if id(param) in stage.parameters]
+        # unused on the look's samples (an expert without a token): it may be used on others, where its module ran
         holders[name] = ranks(used or where.of(module, param))
     _check_union(module, holders, stages, schedule)
     buffers = {}

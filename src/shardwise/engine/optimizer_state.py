@@ -50,6 +50,7 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
     `RefusedPlan` where nothing tells how a tensor is made of what the ranks hold, `ShardwiseError` where a rank lost
     the state of its piece.
     """
+    # state in another tier is current only once its last move has ended well
     if state.tier is not None:
         state.tier.check()
     rows, tensors_of = _mine(state)

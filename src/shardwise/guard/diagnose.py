@@ -132,6 +132,7 @@ class RankWatch:
                 finding = _odd_one(kept, key, number, group)
                 if finding is not None:
                     return finding
+            # what the slowest has not issued yet is looked at again once it has
             self._compared[key] = min(last, min(issued.values()))
         return None
 

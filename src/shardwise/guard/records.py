@@ -264,6 +264,7 @@ class Reader:
         (count,) = _I.unpack_from(memory, _AT["groups"])
         listed = [self._group(number) for number in range(count)]
         beat, moved = (_D.unpack_from(memory, _AT[name])[0] for name in ("beat", "moved"))
+        # read while the rank writes it: a number may be half-way
         key = listed[waits_group].key if waits and waits_group < count else ""
         return RankSnapshot(
             rank=rank, pid=pid, state=state, beat=beat, moved=moved,

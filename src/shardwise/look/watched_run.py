@@ -393,6 +393,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == torch.Tensor.data.__set__:  # == since it is made anew at each access
             self.seen.keep_data(args[0])
+        # the fused kernel draws inside itself, where no mode sees it
         elif func is _ATTENTION and (args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p")):
             self.seen.attends = True
             with attention_as_ops():

@@ -141,6 +141,7 @@ class Program:
     @property
     def _last_read(self) -> list[list[int]]:
         """Returns, for each step, the numbers of the steps whose results no later step reads, to be freed after it."""
+        # a result that nobody reads is freed at once
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}

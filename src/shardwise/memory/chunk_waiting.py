@@ -301,6 +301,7 @@ def _computed(last: WaitingCall) -> Any:
     alone = isinstance(like, torch.Tensor)
     wanted = [ResultOf(number, None)] if alone else [ResultOf(number, place) for place in range(len(like))]
     program = Program(tuple(written.steps), tuple(wanted), written.sources, last.chunks.count)
+    # gradients as they were where the call was written, not where its result is asked for
     with torch.set_grad_enabled(last.grad), nothing_waits():
         results = chunked(program, written.inputs)
     HERE.pending.discard(last)

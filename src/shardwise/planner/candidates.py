@@ -307,6 +307,7 @@ def data_layouts(
 
 def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
     """Returns pairs (samples of the largest micro-batch, number of micro-batches) for one data rank's share."""
+    # even: every rank has the same micro-batches
     if batch % dp == 0:
         return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
     splits = []

@@ -303,6 +303,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
         if len(run) >= SIMULATED and (name in seen or name in later):
             continue
         candidate = plan_of(layout, precision)
+        # listed apart, the best of each family, unless nothing else fits
         if lacking(candidate):
             if name not in later and not senseless(candidate):
                 later[name] = layout
@@ -328,6 +329,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
             raise _none_fits(result.proposals, capacity)
         result.proposals = fitting or result.proposals
         result.proposals = _sorted(result.proposals, capacity)
+        # the first few are forecast again by traces of their own micro-batch, which may change the order
         if subject.exact is not None:
             result.proposals = _exact(subject, result.proposals, precision, capacity, say)
         fastest = min(p.forecast.step_s for p in result.proposals)

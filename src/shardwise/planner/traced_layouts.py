@@ -241,6 +241,7 @@ class TracedLayouts:
         forecast = self.traced.simulate(best, self.batch)
         if forecast.parts.get(HALOS, 0.0) < WORTH * forecast.step_s:
             return []
+        # who fixed one of the two keys wants no other value tried
         asked = [constraints.value(name) is not None for name in ("domain_overlap", "domain_depth")]
         beside = [] if any(asked) else [best.with_(domain_overlap="always")]
         # domain_depth does not run beside compile (layout/rules)

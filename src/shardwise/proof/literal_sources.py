@@ -78,6 +78,7 @@ def mistokenized(section: Any, task: Any) -> list[str]:
     # a task over other data, or over files too large to be encoded a second time, is not compared
     if not isinstance(task.data, TokenSource) or not files or sum(file.stat().st_size for file in files) > MOST_BYTES:
         return []
+    # encoded again from the texts: what training read is a file that may be stale
     tokenizer, wanted = read_tokenizer(section.tokenizer), list[int]()
     for text in (text for file in files for text in _texts(file)):
         wanted += tokenizer.encode(text) + ([] if tokenizer.end is None else [tokenizer.end])

@@ -51,6 +51,7 @@ class Located:
         what = f" {self.tensor}" if self.tensor else ""
         # "forward of", "backward of": the phase is of a module, and has no tensor's name
         if self.phase.endswith(" of") and not what:
+            # the outermost module's path is empty
             what = f" '{self.module}'" if self.module else " the whole model"
         kind = f"; {self.kind}" if self.kind else ""
         return f"{when}: {self.phase}{what}, rank {self.rank}{where}: off by {self.error:.1e}{kind}"

@@ -75,6 +75,7 @@ def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
                 walk(f"{path}.{place}", item)
         elif isinstance(value, torch.Tensor):
             values[f"{path} of {name}"] = kept(value)
+        # other values (texts, None) are settings, and no numbers that could differ by rounding
         elif isinstance(value, bool | int | float):
             values[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
 

@@ -66,6 +66,7 @@ def _own_modules() -> list[tuple[str, Path]]:
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
         own = path.is_relative_to(here) and not any(path.is_relative_to(folder) for folder in installed)
+        # a compiled or zipped module has no source to compare
         if own and path.suffix == ".py" and path.is_file():
             rows.add((str(path.relative_to(here)), path))
     return sorted(rows)

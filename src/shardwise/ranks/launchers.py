@@ -202,6 +202,7 @@ def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
 def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
     """Returns MPI's place, else Slurm's: mpirun starts its helpers as Slurm steps, whose names its ranks inherit."""
     open_mpi, pmi, slurm = _of_family(OPENMPI, environ), _of_family(PMI, environ), _of_slurm(environ)
+    # Open MPI's and PMI's variables at once (an mpirun inside another launcher): they must name one place
     if open_mpi is not None and pmi is not None:
         _same(open_mpi, pmi)
     mpi = open_mpi or pmi

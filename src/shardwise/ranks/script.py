@@ -62,6 +62,7 @@ def of_script(trace: str, path: str) -> str:
     ours = lines[-1].startswith(_OURS)
     if ours and re.search(r"\[\S+\.py, line \d+(: .*)?\]", lines[-1]):
         return ""
+    # raised before the script's first line, or in a thread of its own: nothing of it to begin at
     if start is None:
         return "" if ours else trace
     if ours:  # its message says what is wrong: where in the script is all that is missing

@@ -110,6 +110,7 @@ class RankModule:
                     continue
                 name = names[id(param)]
                 cut = self.tensor.cuts.get(name) if self.tensor is not None else None
+                # a weight that this rank holds whole stays
                 if name not in absent and cut is None and name not in self.experts.experts:
                     continue
                 # one stand-in for each parameter, so that tied weights stay tied

@@ -238,6 +238,7 @@ class Rehearsal:
             del waiting[key]
             return
         gradients: list[torch.Tensor | None] = [None]
+        # the last stage begins at its loss, and is sent no gradient
         if op.stage < len(owner) - 1:
             self._await("B", owner[op.stage + 1], messages)
             gradients = [torch.empty_like(output) if output.requires_grad else None for output in outputs]

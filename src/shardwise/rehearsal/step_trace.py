@@ -181,6 +181,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
             return leaf
         made = fake.from_tensor(leaf)
         many = torch.cat([made] * samples) if made.dim() else made
+        # the forward may read integers (lengths, indices) in Python, and must find true ones
         if leaf.is_floating_point() or leaf.is_complex():
             return many
         with _disable_current_modes():

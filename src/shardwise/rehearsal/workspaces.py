@@ -63,6 +63,7 @@ def workspace_bytes(args: tuple) -> int:
     while few > 1 and few_steps * few * of_cell > QUICK_FLOPS:
         few //= 2
     size = _run(few_steps, few, *options)
+    # bytes grow with steps on a line, though not through zero; with sequences in proportion
     if few_steps < steps:
         slope = (size - _run(few_steps // 2, few, *options)) / (few_steps - few_steps // 2)
         size += slope * (steps - few_steps)

@@ -157,6 +157,7 @@ def _where(runs: Sequence[RunFiles]) -> str:
             spent = {kind: ms for kind, ms in table.items() if kind != "measured"}  # that is all of them together
             parts = {kind: float(ms) for kind, ms in spent.items() if isinstance(ms, int | float) and ms > 0}
             rows.append((f"{name} rank {rank}", parts))
+        # a run that was not profiled has the two figures of its metrics file
         if not tables:
             waits = median(row.get("input_seconds", 0.0) for row in run.steps)
             rows.append((name, {"step": 1e3 * median(r["seconds"] for r in run.steps), "input": 1e3 * waits}))

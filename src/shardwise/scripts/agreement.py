@@ -134,6 +134,7 @@ def same_samples(look: list[float], checksum: int, world: Axis, device: torch.de
     # the loaders drew other indices, so other samples say nothing here: `compare` raises for that at the step's end
     if any(one != checksum for one, _ in everybody):
         return
+    # within rounding: ranks may read on unlike processors
     told = [torch.tensor(one, dtype=torch.float64) for _, one in everybody]
     for rank, one in zip(world.ranks, told, strict=True):
         if one.shape != told[0].shape or not torch.allclose(one, told[0], rtol=1e-3, atol=1e-6, equal_nan=True):

@@ -147,6 +147,7 @@ def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, li
     numbers = [number for group in groups for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
     states = {name_of[key]: value for key, value in whole["state"].items() if key in name_of}
+    # some optimizers keep state under keys of no parameter, such as a count of all steps
     rest = {key: value for key, value in whole["state"].items() if key not in name_of}
     return states, [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups], rest
 

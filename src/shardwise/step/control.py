@@ -171,6 +171,7 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
     table = np.array(read(gathered, "branches"), dtype=bool)  # (ranks, micro-batches * parameters + 1)
     rows = table[:, :-1].reshape(axis.size, *bits.shape)
     compared = [rank for rank in range(axis.size) if not table[rank, -1]]
+    # all ranks have the whole table, so all of them raise or none
     if refuse and compared:
         by_rank = rows[compared]
         differing = np.argwhere((by_rank != by_rank[0]).any(axis=0))

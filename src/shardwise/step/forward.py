@@ -83,6 +83,7 @@ class Forward:
         if self.metrics is not None:
             again = self.task.loss_scope == "model" and self.data.index > 0  # another rank's samples
             self.metrics.add(output, batch, 0 if again else part.count)
+        # a loss over pairs of samples needs every rank's outputs
         if self.task.loss_scope == "global" and self.data.size > 1:
             return self._gathered(output, batch, part)
         loss = loss_on(self.task, output, batch)

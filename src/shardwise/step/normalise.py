@@ -68,6 +68,7 @@ def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
     slots = _counted_slots(state)
     if state.as_made is not None and (flats := state.as_made.flats):
         return _summed([norm for number in sorted(flats) for norm in flats[number]], state.device)
+    # without shares every gradient of this rank counts
     if state.tensor is None:
         return sum_of_squares(state, slots)
     # Ranks of tp hold shares of cut weights, and the same whole ones, which the first of them counts.

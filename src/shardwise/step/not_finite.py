@@ -49,6 +49,7 @@ def _bad_row(leaf: Any) -> tuple[int, str] | None:
         return None
     wrong = ~torch.isfinite(leaf).reshape(leaf.shape[0], -1)
     rows = wrong.any(1).nonzero()
+    # this leaf is clean; the caller looks at the next
     if not len(rows):
         return None
     row = int(read(rows[0, 0], "a row of the batch"))

@@ -230,6 +230,7 @@ class OwnedMasters:
     def collect_gradients(self, used: set[int]) -> None:
         """Gather whole gradients of the owned parameters from everybody's pieces. Collective."""
         pieces = {i: slot.master.grad for i, slot in self._slot.items() if i in used and slot.master.grad is not None}
+        # shards first: what they make whole is a share over tp, which is joined next
         wholes = pieces if self._over_shards is None else self._over_shards.collect(pieces, used)
         if self._over_shares is not None:
             wholes = wholes | self._over_shares.collect(wholes, used)

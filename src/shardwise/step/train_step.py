@@ -74,10 +74,7 @@ def _step(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
-    """Returns (result, whether ranks may update) of all micro-batches; gradients end up summed, divided and clipped.
-
-    Returns what the step came to, and whether the update may be done.
-    """
+    """Returns (result, whether ranks may update) of all micro-batches; gradients end up summed, divided and clipped."""
     state.technique.start_step()
     if state.as_made is not None:
         state.as_made.forget()

@@ -185,6 +185,7 @@ class Keeper:
         path = self.job.folder / BEST  # which may have been moved with its folder
         own = _step_in(path) if self.engine.rank == 0 else None
         step = gather_json(own, self.engine.mesh.world, self.engine.device)[0]
+        # no best weights were kept, or the folder is a new one
         if step is None:
             return None
         if best is not None and step == best["step"]:
@@ -224,6 +225,7 @@ class Keeper:
                 "folder that they were trained on, and the lora.targets of theirs"
             )
         drawn = sorted({*matched.missing} & {*self.engine.state.frozen_names})
+        # names that do not match on both sides: most likely the same weights under other names
         if drawn and matched.unused:
             raise InputError(
                 f"train.init_from: {len(drawn)} frozen weights, which no step would change, have no value in "

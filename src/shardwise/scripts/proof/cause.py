@@ -334,7 +334,7 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
     before = [each for each in single.steps[:step] if each.model == single.steps[step].model]
     samples = sum(single.steps[step].samples)
     ranks = max(1, sides.plan.data_ranks)
-    if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):
+    if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):  # first uneven step
         return _cause("uneven_only", step, samples)
     if before and step not in single.drew:  # equal in earlier steps, and nothing is drawn: something is kept
         return _cause("kept", step)

@@ -349,6 +349,7 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
     # a script's loop calls backward as often as its own plan says, whichever degrees are to be proven
     if chosen.accumulate == 1:
         chosen = chosen.with_(accumulate=plans[0].accumulate)
+    # it would compare one process with itself, and agree
     if chosen.world_size == 1:
         raise InputError(
             "verify: the plan is of one rank, which is one process: say which one (--plan dp_shard=2,zero=3)"
