@@ -50,6 +50,7 @@ def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) 
     """Returns (front, behind): the cells that a convolution pads with along each dim."""
     if padding == "valid":
         padding = 0
+    # front and back differ by one where the kernel is even, as torch pads
     if padding == "same":
         both = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
         return [n // 2 for n in both], [n - n // 2 for n in both]
@@ -63,19 +64,22 @@ def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) 
 class Edges:
     """The boundary of each dim of space, in the order in which the dims lie in a tensor."""
 
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
+    names: tuple[str, ...]  # as Task.spatial calls the dims
+    kinds: tuple[str, ...]  # of BOUNDARIES, one for each dim
 
     def padded(self, input: torch.Tensor, widths: Mapping[int, tuple[int, int]], dims: int, what: str) -> torch.Tensor:
         """Returns the tensor padded with (front, behind) cells of the boundary along declared dims; `widths` by dim."""
         first = input.dim() - dims
         for d, (front, behind) in widths.items():
+            # all dims are checked before the first is padded: the message names the first that is too small
             self._fits(d - dims, max(front, behind), input.shape[first + d], what)
         for d, (front, behind) in widths.items():
+            # the pole before the others: it turns whole rows, which padding would have made longer
             if self.kinds[d - dims] == "pole":
                 input = self._turned(input, first + d, front, behind, what)
         for d, width in widths.items():
             kind = self.kinds[d - dims]
+            # one dim at a time, since each has its own boundary
             if kind != "pole":
                 around = [n for e in reversed(range(dims)) for n in (width if e == d else (0, 0))]
                 input = F.pad(input, around, mode=_MODES[kind])
@@ -92,6 +96,7 @@ class Edges:
         return {d: widths[d] for d in wanted if any(widths[d]) and self.kinds[d - dims] != "zeros"}
 
     def _fits(self, d: int, width: int, n: int, what: str) -> None:
+        """Raise `InputError` where dim `d`, of `n` cells, has fewer than `width` to show beyond its edge."""
         most = n - 1 if self.kinds[d] == "reflect" else n if self.kinds[d] != "replicate" else width
         if width > most or not n:
             raise InputError(
@@ -157,7 +162,7 @@ def bounded(model: Callable[[], nn.Module], edges: Sequence[tuple[str, str]]) ->
 class Bounded:
     """Builds a module whose own paddings find the boundary."""
 
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module]  # builds the module as the user wrote it
     edges: Edges
 
     def __call__(self) -> nn.Module:
@@ -183,6 +188,8 @@ class _Inside:
 
 
 def _convolution(plain: Callable, dims: int) -> Callable:
+    """Returns `plain`, a convolution over `dims` dims, made to pad by the declared boundary (`Edges`)."""
+
     def convolution(
         edges: Edges, what: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         stride: Sizes = 1, padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1,
@@ -202,11 +209,13 @@ def _convolution(plain: Callable, dims: int) -> Callable:
 
 
 def _transposed(plain: Callable, dims: int) -> Callable:
+    """Returns `plain`, a transposed convolution over `dims` dims, made to read beyond the field by the boundary."""
+
     def transposed(
         edges: Edges, what: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         stride: Sizes = 1, padding: Sizes = 0, output_padding: Sizes = 0, groups: int = 1, dilation: Sizes = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a transposed convolution on the input padded by the boundary, and crops the outputs to the field."""
+        """Returns a transposed convolution of the input padded by the boundary, its outputs cropped to the field."""
         strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
         pads, more = each(padding, dims), each(output_padding, dims)
         reads = []
@@ -227,6 +236,8 @@ def _transposed(plain: Callable, dims: int) -> Callable:
 
 
 def _pooling(plain: Callable, dims: int, by_mean: bool) -> Callable:
+    """Returns `plain`, a pooling over `dims` dims, padded by the boundary; `by_mean`: it takes means."""
+
     def pool(
         edges: Edges, what: str, input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None,
         padding: Sizes = 0, *more: Any, **named: Any,
@@ -252,6 +263,7 @@ def _pooling(plain: Callable, dims: int, by_mean: bool) -> Callable:
 
 
 def _with_indices(plain: Callable, dims: int) -> Callable:
+    """Returns `plain`, a max pooling that also gives indices, made to refuse a boundary that is no padding."""
     run = _pooling(plain, dims, False)
 
     def pool(edges: Edges, what: str, input: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None,
@@ -266,6 +278,7 @@ def _unfold(
     edges: Edges, what: str, input: torch.Tensor, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> torch.Tensor:  # fmt: skip
+    """Returns `F.unfold` of the input padded by the boundary."""
     pads = each(padding, 2)
     widths = edges.declared(2, [(n, n) for n in pads], what)
     if widths:
@@ -275,6 +288,7 @@ def _unfold(
 
 def _fold(edges: Edges, what: str, input: torch.Tensor, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1,
           padding: Sizes = 0, stride: Sizes = 1) -> torch.Tensor:  # fmt: skip
+    """Returns `F.fold`; `InputError` where its padding would drop what belongs elsewhere by the boundary."""
     if edges.declared(2, [(n, n) for n in each(padding, 2)], what):
         raise InputError(
             f"{what}: its padding drops what patches add beyond the edges, where the boundary is "
@@ -285,6 +299,7 @@ def _fold(edges: Edges, what: str, input: torch.Tensor, output_size: Sizes, kern
 
 def _sampled(edges: Edges, what: str, input: torch.Tensor, grid: torch.Tensor, mode: str = "bilinear",
              padding_mode: str = "zeros", align_corners: bool | None = None) -> torch.Tensor:  # fmt: skip
+    """Returns `F.grid_sample`; `InputError` where it would read zeros beyond the edges."""
     if padding_mode == "zeros":
         raise InputError(
             f"{what}: padding_mode='zeros' reads zeros beyond the edges, where the boundary is "

@@ -58,6 +58,7 @@ class DatasetSource:
         return len(self.dataset)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
+        """Returns the batch of these samples, joined by `collate` or torch's own; `region` is not used."""
         from torch.utils.data import default_collate
 
         samples = self._fetch(indices)
@@ -81,6 +82,7 @@ class DatasetSource:
         return [self._sample(index) for index in indices]
 
     def _sample(self, index: int) -> Any:
+        """Returns one sample of the dataset; `InputError`, with its index, where that fails."""
         reading = READING.get()
         if reading is not None:
             reading.sample(index)
@@ -140,13 +142,16 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None, pads: 
 
     Raises `InputError` for what has no samples by index.
     """
+    # a source is one already: its own `read` joins samples
     if isinstance(dataset, Source):
         return dataset
+    # a path is a common mistake, and has a length and indices of its own kind
     if isinstance(dataset, str | bytes | os.PathLike):
         raise InputError(
             f"{dataset!r} cannot be a source: it is a path; give an object that reads it by index, such as "
             "shardwise.data.JsonlSource(path) or a map-style dataset"
         )
+    # samples of a stream have no place that could be dealt, or resumed from
     if _is_iterable_style(dataset):
         raise InputError(
             f"{type(dataset).__name__} cannot be a source: an iterable dataset has no samples by index, which a run "
@@ -160,6 +165,7 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None, pads: 
             "__getitem__, gives a sample by its index, and it has no read(indices) -> batch either"
             + ("; give its dataset (loader.dataset)" if hasattr(dataset, "batch_sampler") else "")
         )
+    # a dataset that reads columns at once is asked for a batch of them
     return DatasetSource(Columns(dataset) if collate is None and _in_columns(dataset) else dataset, collate, pads)
 
 
@@ -189,6 +195,7 @@ def _in_columns(data: Any) -> bool:
     if not columns or not all(shapes):
         return False
     told = f"data is a {type(data).__name__} of tensors of shapes {', '.join(map(str, shapes[:3]))}"
+    # a tuple of like tensors may be (x, y) or be samples; a dict's names say that they are columns
     alike = len({(shape, str(column.dtype)) for shape, column in zip(shapes, columns, strict=True)}) == 1
     if alike and not isinstance(data, Mapping):
         if len(columns) > shapes[0][0]:  # more of them than rows: samples

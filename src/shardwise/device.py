@@ -51,14 +51,17 @@ def pick_device(requested: str | torch.device | None = None, local_rank: int | N
 
     local_rank  None where the device was taken already, or this process is alone
     """
+    # nothing asked for: the device that this rank has
     if requested is None:
         return current_device() if local_rank is None else take(local_rank)
     device = torch.device(requested)
+    # "meta" holds no values: tests and rehearsals
     if on_host(device) or device.type == "meta":
         return device
     own = accelerator()
     if own is None or own.type != device.type:
         raise InputError(f"device {device} was asked for, but torch sees no {device.type.upper()} device")
+    # an index was chosen, and is taken for this process
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
         return device
@@ -196,6 +199,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     total, available = ([told[name]] if name in told else [] for name in ("MemTotal:", "MemAvailable:"))
     for folder, most, used in _memory_groups(root):
         limit, use = (_number("".join(_lines(folder / name))) for name in (most, used))
+        # "max", or no such file: this group does not limit
         if limit is None:
             continue
         total.append(limit)
@@ -214,9 +218,11 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
         _, kinds, path = line.split(":", 2)
         base = root / "sys/fs/cgroup" / ("memory" if kinds else "")
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+        # version 1 of the control groups has a line for each kind; version 2 has one without any
         if kinds and "memory" not in kinds.split(","):
             continue
         own = base / path.strip("/")
+        # limits of the groups around this one hold too; above the mount point there are none
         for folder in (own, *own.parents):
             if folder.is_relative_to(base):
                 yield folder, *names

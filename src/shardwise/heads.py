@@ -112,7 +112,7 @@ def heads_of(config: Any) -> list[str]:
 
 
 def build_model(config: Any, head: str) -> nn.Module:
-    """Builds the model in float32 with this head, without a cache of keys and values."""
+    """Returns the model in float32 with this head, without a cache of keys and values."""
     import transformers
 
     config = copy.deepcopy(config)  # a model that is resized writes into its own

@@ -72,7 +72,7 @@ def require(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
 
 
 def to_device(values: Any, device: torch.device) -> torch.Tensor:
-    """Copies a numpy array or CPU tensor to the device without making the host wait.
+    """Returns a numpy array or CPU tensor on the device, copied without making the host wait.
 
     On the CPU it is the same memory. A plain `.to(device)` waits until the device has done all that it was given.
     """
@@ -166,8 +166,10 @@ _MASKED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_
 
 def hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether the result's shape, or a Python value, depends on tensors' values, for which the host has to wait."""
+    # indices of numbers need no wait; masks say how many by their values
     if func.overloadpacket in _MASKED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    # an output size that is given spares the wait
     if func is torch.ops.aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     marked = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
@@ -176,12 +178,15 @@ def hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
 
 def _crosses(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation copies between the CPU and another device, and the host waits for it."""
+    # an index from the host to a tensor on the device is copied for it
     if func.overloadpacket in _MASKED:
         return not on_host(args[0].device) and any(index is not None and on_host(index.device) for index in args[1])
+    # a tensor that is made elsewhere; a copy into one that is there
     if func is torch.ops.aten._to_copy.default:
         source, goal, waits = args[0].device, kwargs.get("device"), not kwargs.get("non_blocking", False)
     elif func is torch.ops.aten.copy_.default:
         goal, source, waits = args[0].device, args[1].device, not (args[2] if len(args) > 2 else False)
     else:
         return False
+    # the host waits only where both sides differ, and it was not told to go on
     return waits and goal is not None and on_host(source) != on_host(torch.device(goal))

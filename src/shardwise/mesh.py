@@ -207,11 +207,15 @@ def _grouped(
 
 def _together(name: str, names: tuple[str, ...], axes: dict[str, Axis], grid: Grid, world: Axis) -> Axis:
     """Returns one axis over several: the one that is in use, the world, or a new group. Collective."""
+    # an axis of one rank adds nothing
     used = [axes[axis_name] for axis_name in names if axes[axis_name].size > 1]
+    # one axis that is in use: its group is there already
     if len(used) <= 1:
         return used[0] if used else axes[names[0]]
+    # every rank takes part: the world's own group, and no second communicator
     if math.prod(axis.size for axis in used) == world.size:
         return Axis(name, world.size, world.index, world.group, world.ranks)
+    # collective: every rank makes the same groups, in the same order
     groups = sorted({tuple(grid.group(r, names)) for r in world.ranks})
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     ranks = next(ranks for ranks in groups if world.index in ranks)

@@ -31,9 +31,9 @@ def dtype(name: str) -> torch.dtype:
 class Precision:
     """Dtypes of one plan. `mixed` where the module computes in another dtype than its master weights."""
 
-    compute: torch.dtype
+    compute: torch.dtype  # of the module's forward and backward
     master: torch.dtype
-    reduce: torch.dtype
+    reduce: torch.dtype  # in which gradients are added over ranks
     scaled: bool  # the loss is scaled against underflow, and an overflow skips the step
 
     @classmethod

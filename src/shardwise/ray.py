@@ -145,19 +145,24 @@ def _follow(process: subprocess.Popen[bytes], rank: int, records: Records | None
     asked = False
     while True:
         _raise_failed(rank, process.poll())
+        # only rank 0 has records: it tells the others when the run has ended
         ended = records is not None and process.poll() is not None
+        # what the run wrote last must not be lost
         if records is not None and ended:
             records.drain()
         metrics = records.take() if records is not None else {}
         news, over = broadcast_from_rank_zero((bool(metrics), ended))
+        # every worker calls report, whoever has numbers
         if news:
             _report(report, metrics, records)
         if over:
             break
+        # once: the run saves and ends by itself
         if not asked and _is_taken_away():
             process.send_signal(signal.SIGUSR1)
             asked = True
         time.sleep(POLL_S)
+    # the process may have ended after the last report
     _raise_failed(rank, process.wait())
 
 
@@ -209,6 +214,7 @@ class Records:
         return cls(read), write
 
     def _read(self) -> None:
+        """Take over what the run writes, line by line, until it ends."""
         for line in self._file:
             record = json.loads(line)
             with self._lock:

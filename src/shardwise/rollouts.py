@@ -32,21 +32,23 @@ class _Steps:
     """Cuts a batch of K steps into batches of one step."""
 
     task: Task  # of one step
-    state: str
-    targets: str
-    forcings: tuple[str, ...]
-    weights: tuple[float, ...]
-    advance: Callable[[Any, Any], Any]
-    recompute: bool
+    state: str  # the batch's field that a step starts from
+    targets: str  # the field with the K steps to come
+    forcings: tuple[str, ...]  # fields that each step reads of its own time
+    weights: tuple[float, ...]  # of the steps' losses; () for 1 each
+    advance: Callable[[Any, Any], Any]  # (state, output) -> the next step's state
+    recompute: bool  # each step again in backward
     asked: Mapping[str, Any]  # as it was called: a proof begins with these
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Returns K, the number of steps in a batch."""
+        # a batch without these fields belongs to another task: the message lists what it has
         missing = [name for name in (self.state, self.targets, *self.forcings) if name not in batch]
         if missing:
             raise InputError(f"rollout: the batch has no {', '.join(missing)}; it has {', '.join(batch)}")
         steps, whole = batch[self.targets].shape[1], tuple(batch[self.targets].shape)
         for name in self.forcings:
+            # dim 1 counts steps; one short of steps would repeat the last one silently
             if batch[name].dim() < 2 or batch[name].shape[1] < steps:
                 raise InputError(
                     f"rollout: '{name}' of shape {tuple(batch[name].shape)} is read at each of {steps} steps along "

@@ -97,10 +97,12 @@ class Domain:
     boundary: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # each dim named once, none of the samples
         right = isinstance(self.dims, tuple) and all(isinstance(d, int) and d != 0 for d in self.dims)
         if not right or not 1 <= len(self.dims) <= 3 or len(set(self.dims)) < len(self.dims):
             raise InputError(f"Domain.dims are one to three different dims behind the samples, got {self.dims!r}")
         if self.names and (len(self.names) != len(self.dims) or len(set(self.names)) < len(self.names)):
+            # by name a boundary is given, so each dim needs one
             raise InputError(f"Domain.names names each of {len(self.dims)} dims, no two alike, got {self.names!r}")
         for name, kind in self.boundary.items():
             if name not in self.names:
@@ -108,8 +110,10 @@ class Domain:
             if kind not in BOUNDARIES:
                 raise InputError(f"Domain.boundary: {name}={kind!r} is none of {', '.join(BOUNDARIES)}")
         kinds = list(self.boundary.values())
+        # counted from front and back at once, dims of tensors of several ranks would not agree
         if any(kind != "zeros" for kind in kinds) and len({d < 0 for d in self.dims}) > 1:
             raise InputError(f"Domain.boundary: count all dims from the front or all from the back, got {self.dims!r}")
+        # beyond a pole the field goes on at the far side of the dim around it
         if "pole" in kinds and (kinds.count("pole"), kinds.count("periodic")) != (1, 1):
             raise InputError(
                 f"Domain.boundary: beyond a pole the field goes on half way around the dim that is periodic: 'pole' "
@@ -173,15 +177,19 @@ class Task:
 
     def __post_init__(self) -> None:
         for field in ("model", "loss", "inputs", "optimizer", "batch"):
+            # `batch` may be left out for a source
             if not callable(getattr(self, field)) and (field != "batch" or self.batch is not None):
                 value = getattr(self, field)
                 raise InputError(
                     f"Task.{field} must be callable, got {type(value).__name__}{_in_place_of(field, value)}"
                 )
+        # what each is called with is checked before the first step: a missing argument would fail in a rank
         for field, arguments in CALLED_WITH.items():
             _takes(field, getattr(self, field), arguments)
+        # a loss that is a class would need an instance; nn.CrossEntropyLoss takes a mean of tensors
         if isinstance(self.loss, type) and hasattr(self.loss, "forward"):
             raise InputError(f"Task.loss is the class {self.loss.__name__}, of which an instance {OF_TENSORS}")
+        # a built module would be pickled to each rank with all of its weights
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
             raise InputError(
                 "Task.model is a module: give its class or a function that builds it (model=Net, not model=Net()), so "
@@ -191,6 +199,7 @@ class Task:
             raise InputError("Task has no data: give `batch` (step -> global batch) or `data` (a Source)")
         if self.batch is not None and self.data is not None:
             raise InputError("Task has both `batch` and `data`: give one of them")
+        # a map-style dataset becomes a source, which has no other form from here on
         for field in ("data", "eval_data"):
             data = getattr(self, field)
             if data is not None and not isinstance(data, Source):
@@ -206,10 +215,12 @@ class Task:
         named = self.sequence
         if named is not None and not (isinstance(named, Mapping) and all(isinstance(d, int) for d in named.values())):
             raise InputError(f'Task.sequence names dims of tensors, such as {{"tokens": 1}}, got {named!r}')
+        # adapters of the task's weights go into its model, whoever builds it
         if (into := getattr(self.weights, "into", None)) is not None:
             object.__setattr__(self, "model", into(self.model))
         edges = () if self.spatial is None else self.spatial.edges
         if edges or hasattr(self.model, "edges"):
+            # wrapped for its paddings here, so that one process builds the same module as a rank
             from shardwise.boundary import bounded
 
             object.__setattr__(self, "model", bounded(self.model, edges))

@@ -77,6 +77,7 @@ def _calls(call: ast.Call, names: set[str]) -> bool:
 
 def which_task(name: str) -> str:
     """Returns a hint for a task that cannot be resolved, such as `mine.py` in the place of `mine.py:task`."""
+    # what a user may mean, from the most particular to the most general: each is answered by what to write
     stem = name.removesuffix(":").removesuffix(".py")
     path = Path(f"{stem}.py")
     if not name.strip():
@@ -91,21 +92,25 @@ def which_task(name: str) -> str:
         return f"it is the folder of a run: --resume {name} goes on with it, --init-from {name} begins with its weights"
     if Path(name).is_dir():
         return f"it is a folder: give a file in it with its task, as {Path(name) / 'file.py'}:task"
+    # a file without its task: its tasks are listed
     if ":" not in name.removesuffix(":") and path.is_file():
         tasks = tasks_in(path)
         if not tasks:
             return f"{path} has no function that takes nothing and returns a Task; write one and give {path}:its_name"
         more = f" and {len(tasks) - FEW} more" if len(tasks) > FEW else ""
         return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in tasks[:FEW]) + more
+    # a file that is not there, or nearly named so
     if name.endswith(".py"):
         near = did_you_mean(path.name, sorted(module.name for module in path.parent.glob("*.py")))
         return f"there is no file {name}{looked_in(path)}{near}"
     if name.endswith((".yaml", ".yml", ".json")):
         return "a configuration is TOML: shardwise config --starter > my.toml writes one"
+    # "folder.file.task": the last part is a task of that file
     before, dot, task = name.replace("/", ".").rpartition(".")
     beside = Path(before.replace(".", "/") + ".py")
     if dot and before and beside.is_file() and task in tasks_in(beside):
         return f"a colon stands before the task: {beside}:{task}"
+    # "meta-llama/Llama-3.1-8B": a name of the hub, which nothing is fetched from
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).parent.is_dir():
         return f"nothing is fetched from a hub: hf download {name} --local-dir FOLDER, and give FOLDER"
     choices = [*BUILTIN, *(module.name for module in sorted(Path().glob("*.py")))]

@@ -44,19 +44,23 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
     Raises `InputError` for a name that is not found, code that fails where it is imported or called, and results that
     are no `Task`.
     """
+    # an object or a function, in Python; a name, on the command line
     if not isinstance(named, str):
         return call_task(getattr(named, "__name__", type(named).__name__), named)
     from shardwise.config import load
     from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, FOLDER, TaskSection, is_folder
 
+    # a configuration names a task and its sizes, and may put adapters on it
     if named.endswith(".toml"):
         config = load(named).config
         if config.lora.rank is not None:
             from shardwise.adapters import with_lora
 
+            # with adapters the task is wrapped: it must be pickled to the ranks as it is
             return with_lora(resolve_task(config.task.name, config.task), config.lora)
         section, named = config.task, config.task.name
     if named in BUILTINS:
+        # sizes of the section, or the built-in ones
         section = section or TaskSection.model_validate({"name": named, **BUILTIN_DEFAULTS[named]["task"]})
         module_name, _, attribute = BUILTINS[named].rpartition(":")
         return getattr(importlib.import_module(module_name), attribute)(section)
@@ -80,6 +84,7 @@ class AdaptedTask:
 
 
 def _of_module(name: str) -> Task:
+    """Returns the task named "module:name" or "file.py:name"."""
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute or module_name.endswith((".ipynb", ":")):
         raise InputError(f"task {name!r}: {which_task(name)}")
@@ -88,7 +93,9 @@ def _of_module(name: str) -> Task:
 
 
 def _import(task: str, name: str) -> ModuleType:
+    """Returns the module of a file or by its name; raises `InputError`, naming `task`, for what cannot be imported."""
     folder, file = Path.cwd(), None
+    # by path: the folder comes first on sys.path, so that the file's name is enough
     if name.endswith(".py"):
         file = Path(name)
         if file.is_dir():
@@ -97,23 +104,28 @@ def _import(task: str, name: str) -> ModuleType:
             near = did_you_mean(file.name, sorted(p.name for p in file.parent.glob("*.py")))
             raise InputError(f"task {task!r}: there is no file {name}{looked_in(file)}{near}")
         folder, name = file.resolve().parent, file.stem
+    # "mine/tasks" without .py: a file of that name is what was meant
     elif Path(f"{name}.py").is_file() and "/" in name:
         raise InputError(f"task {task!r}: the path of a file ends in .py: {task.replace(name, name + '.py')}")
     elif Path(name).is_file():
         raise InputError(f"task {task!r}: the file {name} does not end in .py, as a module must")
+    # its own folder, as for a script: modules beside it can be imported
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     stood = Path.cwd()
     try:
+        # what it draws at import, every rank draws alike
         with _drawn_alike():
             module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
+        # the name itself is not found, or a module that it imports is not
         if name == missing or name.startswith(missing + "."):
             raise InputError(f"task {task!r}: there is no module {missing!r}{_like_modules(missing)}") from None
         raise InputError(f"task {task!r}: {where(error)}") from error
     except (Exception, SystemExit) as error:
         raise _task_error(task, "importing it failed", error) from error
+    # ranks would look for their files somewhere else
     if (now := Path.cwd()) != stood:
         os.chdir(stood)
         raise InputError(
@@ -121,6 +133,7 @@ def _import(task: str, name: str) -> ModuleType:
             f"are relative to {stood}: leave it out and give paths by Path(__file__).parent, or start in that folder"
         )
     found = getattr(module, "__file__", None)
+    # another module of that name was imported already (the user's `random.py`)
     if file is not None and (found is None or not file.samefile(found)):
         of = f" ({found})" if found else ""
         raise InputError(f"task {task!r}: another module is called {name} too{of}: give the file another name")
@@ -148,6 +161,7 @@ def _like_modules(name: str) -> str:
 
 
 def _attribute(task: str, module: ModuleType, path: str) -> Any:
+    """Returns the object at a dotted path in a module; `InputError`, with the nearest name, for none."""
     value: Any = module
     for name in path.split("."):
         try:
@@ -165,6 +179,7 @@ def call_task(task: str, value: Any) -> Task:
     """
     if isinstance(value, Task):
         return value
+    # a model's class is callable too, and would be called with nothing: the likeliest mistake has its own words
     if inspect.isclass(value) and not issubclass(value, Task):
         raise InputError(
             f"task {task!r}: is a class; write a function that returns Task(model={value.__name__}, ...) and give that"
@@ -174,6 +189,7 @@ def call_task(task: str, value: Any) -> Task:
             f"task {task!r}: is of type {type(value).__name__}; expected a Task, or a function that takes "
             "nothing and returns one"
         )
+    # before it is called: a TypeError out of the call would look like one of the function's own
     needs = _arguments(value)
     if needs:
         raise InputError(f"task {task!r}: takes {', '.join(needs)}; it is called with nothing: give them defaults")

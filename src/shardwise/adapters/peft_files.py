@@ -52,6 +52,7 @@ def write_adapters(module: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
     if are_prompts(module):
         (kind,) = {config.peft_type.value for config in module.peft_config.values()}
         raise InputError(f"the adapters ({kind}) are no layers of the model: peft alone can write them")
+    # renamed at the end: a folder of that name is whole
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -94,12 +95,14 @@ def adapters_at(path: str | Path) -> Path | None:
 def refuse_other_adapters(file: Path, module: Any) -> None:
     """Raise `InputError` where a file's adapters would compute something else in the module than they do in peft."""
     theirs = json.loads((file.parent / CONFIG).read_text(encoding="utf-8"))
+    # adapters must be there before their tensors can be put in; the message gives what they were made with
     if not has_adapters(module):
         keys = " ".join(f"--set {key}={json.dumps(theirs[name])}" for name, key in _KEYS.items() if theirs.get(name))
         raise InputError(f"{file} holds adapters, and the model has none: {keys}")
     own = module.peft_config.get(ADAPTER)
     if own is None:
         raise InputError(f"{file} goes into the adapter '{ADAPTER}', and the model has {', '.join(module.peft_config)}")
+    # a key that the file does not have leaves the run's own setting as it is
     for name, key in _KEYS.items():
         value = getattr(own, name, None)
         if name in theirs and value != theirs[name]:

@@ -26,9 +26,11 @@ def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[s
     widths = dict(_linear_layers(model))
     if not widths:
         raise InputError("lora.targets: the model has no linear layer to put adapters beside")
+    # a layer may be named by several patterns: it gets one adapter
     paths = [path for path in widths if any(_is_named(path, pattern, model) for pattern in patterns)]
     for pattern in patterns:
         if not any(_is_named(path, pattern, model) for path in widths):
+            # a pattern that names nothing is a mistake; the last parts are what a pattern gives
             names = list(dict.fromkeys(path.rpartition(".")[2] for path in widths))
             near = (
                 did_you_mean(pattern.rpartition(".")[2], names)
@@ -36,6 +38,7 @@ def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[s
             )
             raise InputError(f"lora.targets: {pattern!r} matches none of the {len(widths)} linear layers{near}")
     for path in paths:
+        # an adapter larger than its layer trains more and not less than the layer itself
         if rank > widths[path]:
             raise InputError(
                 f"lora.rank: {rank} is above the width of '{path}' ({widths[path]}), where an adapter is larger than "
@@ -46,6 +49,7 @@ def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[s
 
 def whole_paths(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Returns the paths of the modules to be trained whole. Raises `InputError` for a pattern that matches none."""
+    # a module without parameters has nothing to train
     modules = [path for path, module in model.named_modules() if path and any(True for _ in module.parameters())]
     paths = []
     for pattern in patterns:
@@ -54,6 +58,7 @@ def whole_paths(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             near = did_you_mean(pattern, list(dict.fromkeys(path.rpartition(".")[2] for path in modules)))
             raise InputError(f"lora.whole: {pattern!r} matches no module with parameters{near}")
         paths += named
+    # two patterns may name the same module
     return list(dict.fromkeys(paths))
 
 

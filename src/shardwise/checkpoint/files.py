@@ -140,7 +140,7 @@ def _synced(handle: int, path: Path | None) -> str:
 class TensorEntry:
     """One tensor of a safetensors file: its bytes lie at [begin, end) of the file."""
 
-    dtype: str
+    dtype: str  # as safetensors writes it: "F32", "BF16"
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -183,6 +183,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         fields.pop("__metadata__", None)
         entries = {name: _entry(field, 8 + length) for name, field in fields.items()}
         at = 8 + length
+        # without a hole or an overlap a file that was cut short, or two names on one range, cannot pass
         for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
             if entry.begin != at:
                 raise ValueError("tensors overlap, or there is a hole between them")
@@ -192,6 +193,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return entries
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         again = "fetch it again" if path.suffix == ".safetensors" else "give a .safetensors file, or a run's folder"
+        # what else the file is, most likely: told only once reading has failed
         if path.is_file() and path.open("rb").read(len(LFS)) == LFS:
             raise InputError(f"{path} is a pointer of git lfs, not the weights themselves: git lfs pull") from error
         if path.is_file() and begins_as_pickle(path):

@@ -76,6 +76,7 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
         tensors = _of_folder(path)
         begin = "" if key is None else f"{key}."
         tensors = {name.removeprefix(begin): value for name, value in tensors.items() if name.startswith(begin)}
+        # a key that no name begins with would convert to an empty file
         if not tensors:
             raise InputError(f"{path} has no tensor below '{key}'")
         return tensors
@@ -90,6 +91,7 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
             "by torch.load in a script of yours, and save its state_dict with safetensors"
         ) from error
     states = dict(_state_dicts(whole, ""))
+    # nothing to choose: a file of one state dict, at whatever depth, needs no key
     if key is None and len(states) == 1:
         key = next(iter(states))
     if key is not None and key in states:
@@ -126,8 +128,10 @@ def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 def _state_dicts(value: Any, name: str) -> Any:
     """Yields (dotted place in `value`, {name: tensor}) of each nested dict that holds tensors alone."""
+    # weights are looked for in dicts with text as keys alone: lists have no names to match by
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return
+    # nothing but tensors: this is a state dict, found at `name` (a file may hold several)
     if all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         yield name, dict(value)
         return

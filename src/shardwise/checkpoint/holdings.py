@@ -61,7 +61,9 @@ def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, 
     whole = shape
     for spread in (engine.state.experts, engine.state.tensor):
         whole = whole if spread is None else spread.full_shape(name, whole)
+    # a dim of size 0 has no run at all
     runs: list[Runs] = [((0, size),) if size else () for size in whole]
+    # under tp a weight's cut dim is this rank's indices of it, in the order in which the shares lie
     if engine.state.tensor is not None and name in engine.state.tensor.cuts:
         cut, axis = engine.state.tensor.cuts[name], engine.state.tensor.axis
         runs[cut.dim] = runs_of(cut.owners.indices(axis.index))
@@ -138,6 +140,7 @@ def weights(engine: Engine) -> Iterator[Holding]:
             piece, local = _frozen_piece(engine, name, param)
             yield Holding(f"model/{name}", piece, local)
     for name, buffer in engine.module.named_buffers():
+        # stages may each hold a copy of a buffer: one of them counts
         if engine.state.staged is None or engine.state.staged.cut.buffers.get(name) == engine.mesh.pp.index:
             yield Holding(f"buffer/{name}", Piece.whole(buffer.shape), buffer, alike=False)
 

@@ -92,12 +92,15 @@ def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
 
     ema   the moving average in the place of trained weights
     """
+    # safetensors of somebody else have no manifest, and no names of their own
     if stored.manifest is None:
         return {name: name for name in stored.tensors}
+    # kept with the task's files, not in the checkpoint
     lie_elsewhere = {f"model/{name}" for name in stored.elsewhere}
     names = {name: key for name, key in stored.manifest.fields["names"].items() if key not in lie_elsewhere}
     if ema:
         averages = {name: "ema" + key.removeprefix("model") for name, key in names.items()}
+        # untrained weights and buffers have no average: they stand as they are
         if not any(key in stored.tensors for key in averages.values()):
             raise InputError(f"{stored.folder} has no moving average: train.ema_decay was not set")
         names = {name: averages[name] if averages[name] in stored.tensors else key for name, key in names.items()}
@@ -148,6 +151,7 @@ def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_byte
     size_bytes = 0
     for name, key in names.items():
         size = stored.tensors[key].size_bytes
+        # at most so many bytes in a file, but never an empty one: a tensor larger than that has a file of its own
         if groups[-1] and size_bytes + size > file_bytes:
             groups.append({})
             size_bytes = 0
@@ -157,6 +161,7 @@ def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_byte
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for file, group in zip(files, groups, strict=True):
         _write(stored, group, folder / file)
+    # one file has no index: its name says all
     if count > 1:
         total = sum(stored.tensors[key].size_bytes for key in names.values())
         of = {name: file for file, group in zip(files, groups, strict=True) for name in group}
@@ -203,6 +208,7 @@ def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
             row = _differs(first, names[0][name], second, names[1][name])
             if row is not None:
                 rows.append({"name": name, **row})
+        # safetensors alone have no step, plan or data position to compare
         if first.manifest is not None and second.manifest is not None:
             rows += _facts(first.manifest.fields, second.manifest.fields)
         return rows
@@ -241,6 +247,7 @@ def _differs(first: Stored, a: str, second: Stored, b: str) -> dict[str, Any] | 
 
 
 def _floats(values: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Returns a tensor's stored values as float64."""
     if tensor.dtype == "BF16":
         # numpy has no bfloat16; it is the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

@@ -50,7 +50,7 @@ class Restored:
 
 
 def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Restored:
-    """Load a checkpoint into an engine: weights, optimizer state, buffers, generators. Collective.
+    """Load weights, optimizer state, buffers and generators into an engine; returns what was found. Collective.
 
     folder   a checkpoint, or a folder of them: the newest that is whole is taken
     ema      the moving average to restore with the weights; one that the checkpoint lacks begins at its weights
@@ -74,13 +74,16 @@ def choose(engine: Engine, folder: Path) -> Restored:
     paths = [str(path) for path in publish.scan(folder)] or [str(folder)]
     notices: list[str] = []
     damaged: list[Path] = []
+    # rank 0's list decides for all: another rank may see a newer folder, or none yet
     for name in gather_json(paths, engine.mesh.world, engine.device)[0]:
         path = place(name)
+        # each rank reads some of the files, and all see what each found wrong
         mine = publish.verify(path, engine.rank, engine.world_size)
         wrong = sorted({word for words in gather_json(mine, engine.mesh.world, engine.device) for word in words})
         if not wrong:
             with of_checkpoint(path) as stored:
                 assert stored.manifest is not None
+                # under another plan pieces have other bounds, which the loader then puts together
                 same = stored.manifest.fields["plan"] == str(engine.plan)
                 return Restored(path, stored.manifest, notices, damaged, same)
         notices.append(f"checkpoint {path.name} is damaged and was not loaded: " + "; ".join(wrong[:MOST]))
@@ -95,11 +98,13 @@ def choose(engine: Engine, folder: Path) -> Restored:
 def _together(engine: Engine, work: Callable[[], None]) -> None:
     """Run `work` on every rank; where it fails on one, every rank raises. Collective."""
     error: Exception | None = None
+    # everyone must hear of a failure: the rest would wait in a collective that a raising rank never enters
     try:
         work()
     except Exception as problem:
         error = problem
     errors = gather_json("" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device)
+    # with its own class and traceback where it arose; elsewhere as what that rank said
     if error is not None:
         raise error
     for rank, word in enumerate(errors):
@@ -121,6 +126,7 @@ def _compare(engine: Engine, stored: Stored) -> None:
         assert stored.manifest is not None
         saved, ours = stored.manifest.fields.get("task"), engine.task.name
         other = ""
+        # the likeliest reason of all differences
         if saved != ours:
             words = _listed(*next(iter(names_by_difference.items())))
             other = f" (it is of the task {saved!r}, and this run's is {ours!r})"
@@ -138,6 +144,7 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
     mine |= {f"buffer/{name}" for name, _ in engine.module.named_buffers()}
     elsewhere = stored.elsewhere
     differences = [
+        # weights that the task's files hold are compared below, by what they are
         ("it lacks", key)
         for key, holding in wanted.items()
         if key not in stored.tensors and key.partition("/")[2] not in elsewhere and holding.piece.count
@@ -148,11 +155,13 @@ def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
         ("it has beside", key) for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine
     ]
     differences += [
+        # pieces may be cut otherwise, but a whole tensor has one shape
         ("of another shape:", f"{key} is {stored.tensors[key].shape} there and {holding.piece.shape} here")
         for key, holding in wanted.items()
         if key in stored.tensors and stored.tensors[key].shape != holding.piece.shape
     ]
     kind = type(engine.optimizer).__name__
+    # the keys of another optimizer's state differ as a whole: listing each would say nothing more
     if fields.get("optimizer_class") == kind:
         return differences + _state_differences(engine, stored, fields["optimizer"])
     other = f"{fields.get('optimizer_class')}, this run's {kind}: --init-from takes weights alone"
@@ -168,11 +177,13 @@ def _other(engine: Engine, stored: Stored) -> list[str]:
 def _state_differences(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Returns (difference, name) of optimizer tensors that are missing, or not of their weight's shape."""
     differences = []
+    # what an optimizer of another kind keeps is refused above; here a weight's own state must be there
     for name, piece, _ in optimized(engine).values():
         for key, node in tree.get(name, {}).items():
             for kind, tensor in leaves(node):
                 if tensor not in stored.tensors:
                     differences.append(("of the optimizer's state it lacks", f"'{key}' of '{name}'"))
+                # "like": as large as the weight, so its shape is checked; "whole" has its own
                 elif kind == "like" and stored.tensors[tensor].shape != piece.shape:
                     differences.append(("of the optimizer's state of another shape:", f"'{key}' of '{name}'"))
     return differences
@@ -279,13 +290,16 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
     Raises `InputError` where nothing agrees, or two names become one.
     """
     names = _renamed(stored, renames or {})
+    # buffers and weights are two kinds in the manifest, and one name each in a module
     wanted = {holding.key.partition("/")[2]: holding for holding in weights(engine)}
     _beside_adapters(names, engine)
+    # another head or vocabulary has another shape: it stays as it was initialised, and is told
     fits = {
         name: holding
         for name, holding in wanted.items()
         if name in names and stored.tensors[names[name]].shape == holding.piece.shape
     }
+    # ranks hold different pieces: a name is missing where no rank found it, and loaded where any did
     by_rank = gather_json([sorted(fits), sorted(wanted.keys() - fits.keys())], engine.mesh.world, engine.device)
     loaded = sorted({name for own, _ in by_rank for name in own})
     missing = sorted({name for _, own in by_rank for name in own} - set(loaded))
@@ -298,12 +312,14 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
     @torch.no_grad()
     def read() -> None:
+        # the shards are written: a unit that is still gathered would go on with its old whole weights
         """Read this rank's pieces of all tensors that fit, into owners' whole masters too."""
         for child in engine.module.modules():
             if isinstance(child, FSDPModule):
                 child.reshard()
         for name, holding in fits.items():
             _put(stored, names[name], holding.piece, holding.tensor)
+        # the owner of a weight holds it whole beside its piece
         if engine.state.owners is not None:
             for index, master in engine.state.owners.masters.items():
                 if engine.state.names[index] in loaded:
@@ -329,6 +345,7 @@ def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
     for key in stored.tensors:
         name = key
         if stored.manifest is not None:
+            # optimizer state and averages are no weights of a module
             kind, _, name = key.partition("/")
             if kind not in ("model", "buffer"):
                 continue
@@ -337,6 +354,7 @@ def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
                 name = re.sub(pattern, replacement, name)
             except re.error as error:
                 raise InputError(f"{pattern!r} -> {replacement!r} is no renaming: {error}") from None
+        # two names that become one: one of the two tensors would be lost silently
         if name in names:
             raise InputError(f"'{names[name]}' and '{key}' would both be '{name}'")
         names[name] = key

@@ -37,16 +37,16 @@ _EXACT = 64  # pieces of a tensor up to which each pair is compared
 class FilePiece:
     """A piece of a tensor at `begin` of a file."""
 
-    file: str
+    file: str  # its name, in the checkpoint's folder
     begin: int
-    piece: Piece
+    piece: Piece  # which elements of the whole tensor these are
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A whole tensor and the pieces that it was written in."""
 
-    dtype: str
+    dtype: str  # a key of ITEM_BYTES
     shape: tuple[int, ...]
     parts: tuple[FilePiece, ...]
 
@@ -116,8 +116,10 @@ def unsealed(path: Path) -> dict[str, Any]:
     """Returns the dict in a file that `sealed` wrote; `InputError` that names what is wrong with the file."""
     try:
         size = size_of(path)
+        # read whole into memory, so its size is looked at first: a file may be anything
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes are more than any checkpoint needs")
+        # any JSON file may be given: say what is wrong before its fields are read
         whole = parsed(path.read_bytes())
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
             raise ValueError("it is no manifest of a checkpoint")
@@ -126,9 +128,11 @@ def unsealed(path: Path) -> dict[str, Any]:
                 f"it has version {str(whole.get('version'))[:20]} of the format, this is version {VERSION}"
             )
         content = whole["content"]
+        # the digest is over the text that is written, so a changed byte shows whatever it was
         actual = xxhash.xxh3_128_hexdigest(canonical(content))
         if actual != whole["digest"]:
             raise ValueError(f"its digest should be {str(whole['digest'])[:40]} and is {actual}")
+        # the digest covers the content alone: what lies beside it would be unprotected
         if not isinstance(content, dict) or set(whole) != {"format", "version", "digest", "content"}:
             raise ValueError("it has other fields than a manifest")
         return content
@@ -151,6 +155,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _check_size(path: Path, file: File) -> None:
+    """Raise `InputError` where a file of the folder is missing, or has another size than the manifest says."""
     if path.is_symlink() or not path.is_file():  # a link could lead out of the folder
         raise InputError(f"{path} is missing: it should have {file.size_bytes} bytes")
     size = size_of(path)
@@ -162,6 +167,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     """Returns the manifest in a JSON file's content; raises `ValueError` for anything that a save would not write."""
     files = {}
     for name, row in content.pop("files").items():
+        # a hostile manifest could name a file outside the folder
         if not _FILE.fullmatch(name):
             raise ValueError(f"{name[:40]!r} is no name of a file in this folder")
         files[name] = File(_count(row["bytes"]), str(row["xxh3_128"]))
@@ -169,6 +175,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     tensors = {}
     for name, row in content.pop("tensors").items():
         shape, dtype = tuple(_count(size) for size in row["shape"]), row["dtype"]
+        # sizes are computed from these before a file is opened
         if dtype not in ITEM_BYTES or len(shape) > _DIMS:
             raise ValueError(f"tensor '{name[:80]}' has dtype {str(dtype)[:20]} and {len(shape)} dims")
         parts = tuple(FilePiece(names[_count(at)], _count(begin), from_json(shape, piece))

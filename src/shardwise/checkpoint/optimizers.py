@@ -54,6 +54,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
     holdings: list[Holding] = []
     pieces = optimized(engine)
     for param, state in engine.optimizer.state.items():
+        # some optimizers keep counters or settings under keys that are no parameters
         if id(param) not in pieces:
             if isinstance(param, torch.Tensor) and not param.numel():
                 continue  # of a weight of which this rank has no element, as a script is shown it
@@ -84,9 +85,11 @@ def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings:
     """Returns the node of a value of a weight's state; adds its tensors to `holdings`."""
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, key, piece, master, holdings)
+    # lists keep their kind: an optimizer may compare it, or index it by a number
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_encoded(val, f"{key}/{i}", piece, master, holdings) for i, val in enumerate(value)]]
+    # of other keys `plain_node` makes pairs, whose values hold no tensors
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return ["dict", {name: _encoded(val, f"{key}/{name}", piece, master, holdings) for name, val in value.items()}]
     try:
@@ -177,8 +180,10 @@ def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str,
 
 def leaves(node: Node) -> Iterator[tuple[str, str]]:
     """Yields ("like" for the weight's shape, else "whole", key) of each tensor in a node; `InputError` for no node."""
+    # a checkpoint may hold anything, so each node is read as if it were wrong
     try:
         kind = node[0]
+        # the two kinds that name a tensor
         if kind in ("like", "whole"):
             yield kind, node[1]
         elif kind in ("list", "tuple"):
@@ -187,6 +192,7 @@ def leaves(node: Node) -> Iterator[tuple[str, str]]:
         elif kind == "dict":
             for child in node[1].values():
                 yield from leaves(child)
+        # pairs of keys and values, both of which may be nodes
         elif kind in ("pairs", "counter"):
             for child in (item for pair in node[1] for item in pair):
                 yield from leaves(child)
@@ -230,17 +236,21 @@ def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]
     """Set the options of param groups that moved while the saved run went on (a counter, an estimate)."""
     pieces = optimized(engine)
     for group in engine.optimizer.param_groups:
+        # groups hold pieces here; by the weight's name a group is found that was saved under another plan
         names = [pieces[id(param)][0] for param in group["params"] if id(param) in pieces]
         numbers = {group_of[name] for name in names if name in group_of}
         moved = [_moved(groups[number]) for number in sorted(numbers)]
+        # weights of one group were in several: whose options should it have?
         if any(nodes != moved[0] for nodes in moved[1:]):
             raise InputError(
                 f"param group {group.get('name', '')!r} holds weights that were in groups with other options: "
                 f"{[sorted(nodes) for nodes in moved]}; keep the groups as they were, or start anew with --init-from"
             )
+        # a group that lost all of its weights has no device to put a number on
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for key, node in (moved[0] if moved else {}).items():
             if key in group:
+                # in graphs, and fused, these are tensors on the device
                 group[key] = decoded(node, None, device, bool(group.get("capturable") or group.get("fused")))
 
 

@@ -189,14 +189,15 @@ def common_count(first: Piece, second: Piece) -> int:
 
 
 def copy_common(source: np.ndarray, source_piece: Piece, target: np.ndarray, target_piece: Piece) -> int:
-    """Copy the elements that both pieces have from `source`, laid out as `source_piece`, to `target` as `target_piece`.
+    """Copy what both pieces have from `source`, laid out as `source_piece`, to `target`; returns how many elements.
 
-    Both arrays have one dim and contiguous elements. Returns how many elements were copied.
+    Both arrays have one dim and contiguous elements.
     """
     done = 0
     for theirs in source_piece.boxes:
         for mine in target_piece.boxes:
             runs = [_common(a, b) for a, b in zip(theirs.runs, mine.runs, strict=True)]
+            # no common run in some dim: the pieces share nothing
             if all(runs):
                 source_box = source[theirs.offset : theirs.offset + theirs.count].reshape(theirs.shape)
                 target_box = target[mine.offset : mine.offset + mine.count].reshape(mine.shape)
@@ -231,6 +232,7 @@ def _span(run: tuple[int, int, int]) -> tuple[slice, slice]:
 
 
 def _product(runs: list[list[tuple[int, int, int]]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yields each combination of one run of every dim, in row-major order."""
     if not runs:
         yield []
         return

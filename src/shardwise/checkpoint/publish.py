@@ -123,6 +123,7 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
             if arrived is not None:
                 contents[rank] = arrived
                 missing.discard(rank)
+            # a rank that could not write says so: others need not wait until the deadline
             elif (failed := work.at / f"rank-{rank:05d}{FAILED}").exists():
                 raise RunError(f"rank {rank}: {failed.read_text(encoding='utf-8', errors='replace')}")
         # `going` becomes False a while after this writer's own rank has ended
@@ -155,6 +156,7 @@ def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
         files[name] = File(content["file"]["bytes"], content["file"]["xxh3_128"])
         for key, row in content["tensors"].items():
             shape = tuple(row["shape"])
+            # each rank's part says what it holds of a tensor; the whole must be the same tensor everywhere
             first = tensors.setdefault(key, (row["dtype"], shape))
             if first != (row["dtype"], shape):
                 raise RunError(f"'{key}' is {first} on one rank and {(row['dtype'], shape)} on another")
@@ -162,6 +164,7 @@ def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
                 FilePiece(name, begin, from_json(shape, piece)) for begin, piece in row["parts"]
             )
     whole = {key: Tensor(tensors[key][0], tensors[key][1], tuple(parts[key])) for key in sorted(tensors)}
+    # checked as ranks hand it in: a hole would only be found when somebody loads it
     for key, tensor in whole.items():
         try:
             manifest.check_parts(key, tensor, files)
@@ -183,14 +186,17 @@ def merged(fields: list[dict[str, Any]]) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     listed: dict[str, list[Any]] = {}
     for rank, own in enumerate(fields):
+        # a table may be of one rank alone (its generators); where several have an entry, it must be the same
         for table, values in own.get("shared", {}).items():
             table_values = shared.setdefault(table, {})
             for name, value in values.items():
                 if table_values.setdefault(name, value) != value:
                     raise RunError(f"rank {rank} has {table} '{name}' = {value}, another rank {table_values[name]}")
+        # notices and the like: each once, in the order in which they came
         for name, values in own.get("listed", {}).items():
             joined_values = listed.setdefault(name, [])
             joined_values += [value for value in values if value not in joined_values]
+    # every rank wrote the rest alike
     rest = {name: value for name, value in fields[0].items() if name not in ("shared", "listed", "own")}
     return {**rest, **shared, **listed, "own": [own.get("own") for own in fields]}
 

@@ -137,12 +137,15 @@ def _message(
 ) -> str:
     """Returns the message: which tensors differ, on which ranks where that is known, and `why`; `more`: added to it."""
     keys = sorted(_plain(key) for key in wrong)
+    # four names are enough to see the pattern; the count says how much else
     names = ", ".join(f"'{key}'" for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     ranks = sorted(next(iter(wrong.values())))
     who = f"of ranks {', '.join(map(str, ranks))}, and two cannot tell which is right"
+    # with two ranks no majority says who is wrong
     if blamed:
         who = f"on rank {', '.join(map(str, blamed))}: {why}"
     when = f"after {step} steps"
+    # the loss of that step was already computed with the wrong weight
     if any(key.startswith(BEFORE) for key in wrong):
         when += ", before the last one's update,"
     return (
@@ -167,6 +170,7 @@ def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
         for rank, value in again.get(name, {}).items():
             came_to.setdefault(rank, set()).add(value)
         (best, voices), *others = Counter(value for mine in came_to.values() for value in mine).most_common()
+        # a majority; else a tie, in which a rank that came to two hashes is at fault
         if not others or voices > others[0][1]:
             # else all of the first are wrong: what was right was lost before these steps
             if best in by_rank.values():

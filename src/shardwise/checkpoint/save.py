@@ -131,6 +131,7 @@ class Saver:
         except RefusedPlan as problem:
             error = str(problem)
         answers = gather_json([error, self._read_again.changed()], engine.mesh.world, engine.device)
+        # told to all before anyone raises: the others would wait in the next collective
         if any(word for word, _ in answers):
             raise RefusedPlan(next(word for word, _ in answers if word))
         changed = {name for _, names in answers for name in names}
@@ -179,6 +180,7 @@ class Saver:
         number = xxhash.xxh3_64_intdigest(text.encode()) % 2**52  # exact in float64, in which rows travel
         rows = gather_rows(put([float(number)], engine.device), engine.mesh.world)
         layout = str(rows.view(-1).tolist())
+        # all ranks compare all ranks' numbers, so that either none gathers below or every one does
         if layout == self._layout:
             return
         everybody = gather_json(mine, engine.mesh.world, engine.device)
@@ -232,8 +234,10 @@ class Saver:
     def _check_space(self) -> None:
         """Raises `RunError` where the folder cannot be made or the disk lacks the bytes. Collective."""
         free, error = 0.0, ""
+        # one rank knows the disk, and tells the others: a rank that raises alone would be waited for
         if self.engine.rank == 0:
             try:
+                # at a run's first save: what an earlier run left half written goes, and ranks look for one file
                 if not self._made:
                     self.disk.folder(self.folder)
                     publish.clear(self.folder, self.disk)
@@ -242,10 +246,12 @@ class Saver:
             except OSError as problem:
                 error = f"{self.folder}: {problem.strerror}"
         free, error = gather_json([free, error], self.engine.mesh.world, self.engine.device)[0]
+        # a rank on another host may have a folder of this name to itself
         error = error or ("" if self._made else self._not_shared())
         if error:
             raise RunError(f"no checkpoint of step {self.engine.steps_done} was written: {error}")
         self._made = True
+        # refused now, rather than by a write that fails halfway
         if free < SLACK * self.total_bytes:
             raise RunError(
                 f"no checkpoint of step {self.engine.steps_done} was written: it needs "

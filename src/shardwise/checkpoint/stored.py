@@ -77,6 +77,7 @@ class Stored:
             view, at = memoryview(buffer.data), part.begin + begin
             while view:
                 size = os.preadv(self._open[part.file], [view], at) if ranged is None else _into(view, ranged, at)
+                # the file was cut short: reading on would never end
                 if size == 0:
                     raise RunError(f"{path} ends at byte {at}, where '{part.piece.shape}' goes on")
                 view, at = view[size:], at + size
@@ -127,6 +128,7 @@ def of_safetensors(path: Path) -> Stored:
 def _indexed(folder: Path) -> list[str]:
     """Returns the names of the files with weights in a folder."""
     index = folder / INDEX
+    # Hugging Face's layout: one file without an index, or several with one
     if not index.exists():
         if (folder / SINGLE).exists():
             return [SINGLE]
@@ -135,11 +137,13 @@ def _indexed(folder: Path) -> list[str]:
             + (_pickles(folder) or ": give a .safetensors file, or a run's folder")
         )
     try:
+        # an index is read whole into memory
         if size_of(index) > MAX_HEADER:
             raise ValueError("it is too large")
         names = sorted(set(parsed(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{index} cannot be read ({error}): fetch it again") from error
+    # a name with a path could make this read any file of the host
     for name in names:
         if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
             raise InputError(f"{index} names {json.dumps(name)[:60]}, which is no file of this folder")

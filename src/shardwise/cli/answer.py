@@ -84,12 +84,15 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
         self.code, message = _code_and_message(error, self.command)
+        # JSON tells a refusal under a key of its own, so that a script need not read the message
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
         else:
             self.fields["error"] = message
+        # click prints the usage line for its own errors only where it handles them itself
         if isinstance(error, click.UsageError) and error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
+        # torchrun shows the message of the first failed rank at its end; on stderr it would stand there twice
         if not _left_to_torchrun(message):
             click.echo(f"shardwise: {message}", err=True)
         if self.show_traceback:
@@ -129,6 +132,7 @@ def _code_and_message(error: BaseException, command: str) -> tuple[int, str]:
     )
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, f"interrupted{left}"
+    # SIGTERM may come out as another error, of code that swallowed it or broke on it
     if isinstance(error, Ended) or Ended.arrived is not None:
         return 128 + signal.SIGTERM, f"ended by SIGTERM{left}"
     if isinstance(error, click.ClickException):
@@ -176,6 +180,7 @@ def _instead(error: click.NoSuchOption, words: list[str]) -> str:
     """Returns what to write in the place of an unknown option; "" where nothing tells. `words`: the command line."""
     params = error.ctx.command.params if error.ctx is not None else []
     of_script = any(param.name == "arguments" for param in params) and any(word.endswith(".py") for word in words)
+    # an option that resembles one of ours is a slip of the pen, and no option of the script
     if of_script and not nearest(error.option_name.strip("-"), [name.strip("-") for name in error.possibilities or ()]):
         return f"a script's own stand behind --, as -- {error.option_name} ..."
     options = {option for param in params for option in param.opts}
@@ -196,6 +201,7 @@ def _as_a_key(error: click.NoSuchOption) -> str:
     if "overrides" in taken and (key := _key(name)):
         return f"give it as --set {key}=..."
     ours = ours_of(name) if "plan" in taken else None
+    # words of other libraries, of plans first: these are the more specific
     if ours is None and "overrides" in taken:
         ours = key_of(name)
     if ours is None:
@@ -219,6 +225,7 @@ def _say_which(context: click.Context) -> str:
 
 
 def _written(error: BaseException) -> str:
+    """Returns the path of a new file with the whole traceback, or why there is none."""
     try:
         handle, path = tempfile.mkstemp(prefix="shardwise-error-", suffix=".log")
     except OSError as full:
@@ -245,7 +252,7 @@ def speaks() -> bool:
 
 @contextmanager
 def quiet_stdout(active: bool) -> Iterator[None]:
-    """Send what is written to stdout, by Python and by everything below it, to stderr meanwhile."""
+    """Context: what is written to stdout, by Python and by everything below it, goes to stderr."""
     if not active:
         yield
         return

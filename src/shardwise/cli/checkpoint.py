@@ -120,6 +120,7 @@ def convert(
         answer.fields.update(checkpoint=path, files=[str(file) for file in sorted(folder.glob("*.safetensors"))])
         answer.text = f"wrote {folder}"
         return
+    # beside the target, since /tmp is often in memory or too small for a model's weights
     with tempfile.TemporaryDirectory(dir=_nearest(Path(target))) as between:
         source = _read_foreign(Path(path), key, Path(between)) if allow_pickle else path
         if dcp:

@@ -45,6 +45,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
             _can_be_measured(task, words)
         rows: list[list[str]] = []
         by_plan: list[dict[str, Any]] = []
+        # an empty part (a trailing ";") is no plan
         texts = [text for part in plans.split(";") if (text := part.strip())]
         for number, text in enumerate(texts, 1):
             say(f"compare: forecasting {text} ({number} of {len(texts)})")
@@ -58,7 +59,9 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
             by_plan.append({"plan": str(parsed), **fields})
     if not rows:
         raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
+    # a single plan that cannot be forecast is one row; only where none can is the whole command a failure
     if all("error" in fields for fields in by_plan):
+        # "dp_shard=8,tp=8" is one valid plan: a user who meant two of them has to be told of the separator
         between = "" if ";" in plans or "," not in plans else '; between plans stands ";", as in "dp_shard=8;tp=8"'
         raise InputError(f"compare: none of the plans can be forecast: {by_plan[0]['error']}{between}")
     head = ["plan", "step", "MFU", "memory", "fits", "largest beside compute"]
@@ -90,6 +93,7 @@ def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]
 
 
 def _can_be_measured(task: str, words: dict[str, Any]) -> None:
+    """Raise `InputError` where the plans cannot be run here, or not on the batch that was asked for."""
     from shardwise.planner.door import is_shape
     from shardwise.task_names import resolve_task
 

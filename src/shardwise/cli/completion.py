@@ -79,10 +79,12 @@ def _words(text: str) -> list[str]:
     word, quote = "", ""
     for letter in text:
         if quote:
+            # within quotes only the same quote ends it: spaces and the other quote are letters
             quote, word = ("", word) if letter == quote else (quote, word + letter)
         elif letter in "\"'":
             quote = letter
         elif letter.isspace():
+            # several spaces end one word
             words, word = [*words, word] if word else words, ""
         else:
             word += letter
@@ -112,10 +114,12 @@ def candidates(main: click.Group, words: list[str]) -> list[str]:
         return _values(option, word)
     if word.startswith("-"):
         names = [name for param in command.params for name in (*param.opts, *param.secondary_opts)] + ["--help"]
+        # of the two spellings of an option (-p, --plan) the long one explains itself
         return sorted(name for name in names if name.startswith(word) and name.startswith("--"))
     if isinstance(command, click.Group):
         return sorted(name for name in command.commands if name.startswith(word))
     arguments = [param for param in command.params if isinstance(param, click.Argument)]
+    # the last argument may be a list, such as of tasks or files: what follows completes as it does
     return _values(arguments[min(taken, len(arguments) - 1)], word) if arguments else []
 
 
@@ -150,10 +154,12 @@ def plan_words(text: str) -> list[str]:
 
     head, part = text[: text.rfind(",") + 1], text[text.rfind(",") + 1 :]
     key, equals, value = part.partition("=")
+    # after "=" only values can follow; before it, keys that are not used yet
     if equals:
         return [f"{head}{key}={choice}" for choice in _plan_values(key, value)]
     used = {pair.partition("=")[0] for pair in head.split(",")}
     fields = [name for name in Plan.__dataclass_fields__ if name.startswith(key) and name not in used]
+    # a plan may be a file, but not behind a key
     files = [path for path in _files(text, (".toml",)) if not path.endswith("/")] if not head else []
     return [f"{head}{name}=" for name in fields] + files
 
@@ -202,6 +208,7 @@ def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:
 
     file, colon, task = word.rpartition(":")
     if colon:
+        # a task is named by its file or by its module, and both are read as text, not imported
         path = file if file.endswith(".py") else f"{file.replace('.', '/')}.py"
         return [f"{file}:{name}" for name in tasks_in(path) if name.startswith(task)]
     files = [f"{path}:" if path.endswith(".py") else path for path in _files(word, (".py", *suffixes))]

@@ -53,10 +53,12 @@ def doctor(answer: Answer, folder: str, plan: str | None) -> None:
     Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
     well, 1 when something is not.
     """
+    # a plan's axes are measured over a launcher's ranks: the two that `doctor` starts by itself have none
     if plan is not None and _alone():
         raise click.UsageError("--plan is measured over a launcher's ranks, and there are none: srun shardwise doctor")
     with timing(not answer.as_json) as say:
         checks = list(look(Path(folder), say, plan))
+    # the text is for a report: every check is listed, and problems are repeated at its end
     answer.fields["checks"] = [asdict(check) for check in checks]
     bad = [check for check in checks if check.problem]
     lines = [f"{'!!' if check.problem else 'ok'}  {check.what:16} {check.found}" for check in checks]
@@ -108,6 +110,7 @@ def redacted(text: str) -> str:
 
 
 def _versions() -> Iterator[Check]:
+    """Yields the versions of what a run uses, and the platform."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "shardwise", "numpy", "safetensors", "transformers"):
         try:
@@ -123,6 +126,7 @@ def _environment() -> Iterator[Check]:
     from shardwise.ranks import here
     from shardwise.ranks.launchers import LAUNCHERS
 
+    # what launchers set is shown whatever its name; other variables by the pattern of what ranks read
     read = {name for launcher in LAUNCHERS for name in launcher.numbers}
     told = {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name) or name in read}
     shown = [f"{name}={'***' if _SECRET.search(name) else value}" for name, value in told.items()]
@@ -139,6 +143,7 @@ def _devices() -> Iterator[Check]:
     from shardwise.device import accelerator, device_count, device_name
 
     kind = accelerator()
+    # a host without accelerators is no problem: ranks run on the CPU there
     if kind is None:
         built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no device"
         yield Check("devices", f"CPU ({built})")
@@ -147,17 +152,20 @@ def _devices() -> Iterator[Check]:
     room, reaches = (getattr(module, name, None) for name in ("mem_get_info", "can_device_access_peer"))
     for index in range(count):
         told, problem = device_name(torch.device(kind.type, index)) or kind.type, ""
+        # not every accelerator's module can tell its free memory, or whether devices reach each other
         if room is not None:
             free, total = room(index)
             told += f", {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
             problem = "less than half of its memory is free: another process uses it" if free < total / 2 else ""
         yield Check(f"{kind.type}:{index}", told, problem)
+    # of one device there is nothing to reach
     if count > 1 and reaches is not None:
         pairs = [reaches(0, other) for other in range(1, count)]
         yield Check("links", "devices reach each other directly" if all(pairs) else "through the host's memory")
 
 
 def _host() -> Iterator[Check]:
+    """Yields CPUs, load and free memory."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -167,6 +175,7 @@ def _host() -> Iterator[Check]:
 
 
 def _limits() -> Iterator[Check]:
+    """Yields what a process may open, start and lock."""
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_NPROC)[0]
     problem = "each pair of ranks needs connections, and each reader a few files: ulimit -n 65536"
     low = files != resource.RLIM_INFINITY and files < LEAST_FILES
@@ -180,6 +189,7 @@ def _number(value: int) -> str:
 
 
 def _shared_memory() -> Iterator[Check]:
+    """Yields the free room in /dev/shm."""
     if not os.path.isdir("/dev/shm"):
         yield Check("shared memory", f"no /dev/shm: {tempfile.gettempdir()} is used")
         return
@@ -191,8 +201,10 @@ def _shared_memory() -> Iterator[Check]:
 def _disk(folder: Path) -> Iterator[Check]:
     """Yields the free space where runs are to go, and the time of a synced megabyte there."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    # the folder need not exist yet, but a file above it will stop the run
     if not above.is_dir():
         yield Check("disk", f"{above} is a file", f"runs cannot go to {folder}, which lies below a file")
+    # measured all the same, above that file
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(near).free
     problem = (
@@ -212,6 +224,7 @@ def _disk(folder: Path) -> Iterator[Check]:
 
 
 def _clock() -> Iterator[Check]:
+    """Yields the clock's source and time; looks whether it is set meanwhile."""
     source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     name = source.read_text().strip() if source.exists() else "unknown"
     began, wall = time.monotonic(), time.time()
@@ -238,6 +251,7 @@ def _names() -> Iterator[Check]:
 
 
 def _talking(plan: str | None) -> Iterator[Check]:
+    """Yields whether ranks talk: two of this host, or those that a launcher started."""
     from shardwise.ranks import here
 
     try:

@@ -161,6 +161,7 @@ def _translated(answer: Answer, task: str | None, words: dict[str, Any]) -> None
     from shardwise.config.other_configs import read
     from shardwise.layout import check
 
+    # a search needs a task and a cluster, which a translation has no use for
     if task is not None or words["cluster"] is not None:
         raise click.UsageError("--from translates a file; a search is the same command without it")
     made = read(Path(words["foreign"]), words["ranks"])
@@ -220,6 +221,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
         cluster = Cluster.parse(words["cluster"])
         parsed = plan_for(task, plan_text, cluster.device)
+        # told before the forecast: a plan that fails below is in the JSON all the same
         answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
         check_plan(parsed, cluster)
         subject, batch = subject_and_batch(task, cluster, words, parsed.precision, parsed, say)
@@ -237,11 +239,13 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         *_communicators(answer, parsed),
         *rank_map(layout, cluster),
     ]
+    # a plan that does not fit has a forecast all the same, so that the user sees how much is missing
     if not answer.fields["fits"]:
         answer.code = 3
         lines.append(
             f"DOES NOT FIT: {forecast.shortage(capacity)}; `shardwise plan` with the same words looks for plans that do"
         )
+    # forecasts know techniques that this version only plans with
     if lacks:
         lines.append(f"this version does not run the plan: {lacks}")
     if words["measure_rank"] is not None:
@@ -254,6 +258,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields["goodput"], goodput_lines = _goodput(words, forecast, subject, parsed, cluster)
         lines += goodput_lines
     if words["price"] is not None:
+        # tokens of a text model, samples of any other: the forecast knows which
         cost, what = forecast.cost_per_million(words["price"])
         answer.fields[f"cost_per_million_{what}"] = cost
         lines.append(f"cost of a million {what}: {cost:.4g} (at {words['price']:g} for a device and hour)")
@@ -285,6 +290,7 @@ def _how_to_train(path: str, head: str) -> str:
 
 
 def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
+    """Returns (key of a plan, value) of each `--fix`."""
     from shardwise.layout import Plan
 
     if not words:

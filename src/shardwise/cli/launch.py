@@ -78,6 +78,7 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
 
     chosen = engines.engine(words["on"])
     _refuse_more_lines(words)
+    # "--follow --yes" submits first and follows below; each of the other questions needs no plan at all
     if words["ask"] and not (words["ask"] == "follow" and words["yes"]):
         answer.code = engines.ask(chosen, words["ask"], job_name(words["name"], target))
         return
@@ -85,8 +86,10 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     job, cluster = _job(target, arguments, effective, plan, words, chosen)
     files = engines.files_of(chosen, job)
     answer.fields.update(plan=str(plan), world_size=plan.world_size, files=files, nodes=job.nodes)
+    # asked for both: neither is safe to guess
     if words["yes"] and words["dry_run"]:
         raise click.UsageError("--yes submits and --dry-run does not: give one of them")
+    # the job takes these variables from where it is submitted, which may be another shell
     unset = [
         f"{name} is not set here: set it where the job is submitted" for name in job.passed if name not in os.environ
     ]
@@ -97,23 +100,28 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         *_forecast(answer, effective, cluster, words),
         *chosen.remarks(job),
     ]
+    # JSON is for programs: without --yes they get the files and nothing is written
     if words["dry_run"] or (answer.as_json and not words["yes"]):
         answer.text = "\n".join([*lines, *(f"\n--- {name}\n{text}".rstrip() for name, text in files.items())])
         return
+    # all files are checked before the first is written
     for name in files:
         keep_others(Path(words["output"]) / name)
     paths = engines.write(files, Path(words["output"]))
     lines.append(f"written: {', '.join(map(str, paths))}")
     click.echo("\n".join(lines), err=answer.as_json)
     command = shlex.join(chosen.submit(job, str(paths[0])))
+    # without a yes the question is asked on the terminal
     if not words["yes"] and not _agreed(command):
         answer.text = f"not submitted; later by: {command}"
         return
     answer.code, said = engines.submit(chosen, job, paths[0])
     answer.fields.update(submitted=command, said=said)
+    # the second half of "--follow --yes"
     if words["ask"] and not answer.code:
         answer.code = engines.ask(chosen, words["ask"], job.name)
         return
+    # the command with which the user asks about this job later: the same name must lead to it
     again = shlex.join(
         ["shardwise", "launch", target, "--on", chosen.name, *(["--name", words["name"]] * bool(words["name"]))]
     )
@@ -141,6 +149,7 @@ def _settled(target: str, plan: str | None, words: dict[str, Any]) -> tuple[Effe
     """Returns (the configuration of what is trained, or None for a script; the plan)."""
     from shardwise.layout import Plan, check
 
+    # a script's ranks are its own affair: only --plan says how many there are
     if is_script(target):
         if not Path(target).is_file():
             raise InputError(f"launch: no file {target}")
@@ -152,6 +161,7 @@ def _settled(target: str, plan: str | None, words: dict[str, Any]) -> tuple[Effe
     from shardwise.config import Given, load
 
     path = target if target.endswith(".toml") else None
+    # a configuration names its task; a task given by name is put into an empty one
     values = [] if path else [Given("task.name", target, "the task argument")]
     if plan is not None:
         values.append(Given("plan", plan, "--plan"))
@@ -211,6 +221,7 @@ def _setup(asked: str | None, engine: str) -> str:
 
 
 def _map(answer: Answer, job: Any, cluster: Any) -> list[str]:
+    """Returns the lines of the map of ranks, which go into the answer's JSON too."""
     from shardwise.launch.rank_map import map_lines
 
     lines = map_lines(job.plan, job.nodes, job.per_node, cluster)
@@ -220,6 +231,7 @@ def _map(answer: Answer, job: Any, cluster: Any) -> list[str]:
 
 def _forecast(answer: Answer, effective: Effective | None, cluster: Any, words: dict[str, Any]) -> list[str]:
     """Returns lines on step, hours and price, or why there are none."""
+    # --price without --cluster would have no hours to multiply
     if words["price"] and cluster is None:
         raise InputError("--price is for a forecast of hours: give --cluster")
     if cluster is None:
@@ -231,6 +243,7 @@ def _forecast(answer: Answer, effective: Effective | None, cluster: Any, words: 
             from shardwise.launch.job_forecast import cost_lines, job_cost
 
             cost = job_cost(effective, cluster, words["price"], say)
+    # a job can be started without a forecast, so an error here is told and stops nothing
     except ShardwiseError as error:
         return [f"no forecast of hours: {error}"]
     answer.fields["job"] = cost.as_dict()

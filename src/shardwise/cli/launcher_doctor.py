@@ -47,6 +47,7 @@ def launcher_checks(plan: str | None) -> Iterator[Check]:
 
 
 def _differences(rows: list[dict[str, Any]]) -> str:
+    """Returns in what the hosts of `rows` differ, as text; "" where they do not."""
     from shardwise.ranks import alike
 
     try:

@@ -228,8 +228,10 @@ def end(number: int, frame: Any) -> None:
     first = Ended.arrived is None
     arrived = Ended.arrived = now if Ended.arrived is None else Ended.arrived
     again = signal.getsignal(signal.SIGALRM) is end
+    # code that catches everything may swallow an exception raised in it: the alarm raises another
     if again:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+    # the last one is still on its way up
     if Ended.raised() is not None:
         return
     if again and _importing(frame) and now - arrived < IMPORT_S:

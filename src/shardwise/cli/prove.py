@@ -82,6 +82,7 @@ def verify(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
         parity = _prove(answer, target, arguments, words, pool) if code is None else None
         if pool is not None:
             pool.code = _code(parity)
+    # one of a launcher's other ranks, whose answer is rank 0's
     if parity is None:
         answer.code = code or 0
         return
@@ -137,15 +138,18 @@ def _prove(answer: Answer, target: str, arguments: tuple[str, ...], words: dict[
         _refuse(words, arguments, "a configuration", "thorough", "device", "backend", "epochs", "against", "nproc",
                 "one", "cwd", "check_order")  # fmt: skip
         return _prove_run(answer, target, words, pool)
+    # the folder of a run looks like a model's: told apart before it is taken for a script
     if is_run(Path(target)):
         raise InputError(
             f"verify: {target} is the folder of a run: {Path(target) / 'config.toml'} is its configuration, and train "
             f"--resume {target} goes on with it"
         )
+    # before `is_script`, whose message would speak of a file that is missing
     if Path(target).is_dir() or target.endswith(".ipynb"):
         what = "a folder" if Path(target).is_dir() else "a notebook"
         raise InputError(f"verify: {target} is {what}: give a script in Python, as {Path(target).stem or 'train'}.py")
     if is_script(target):
+        # under a launcher `verify` would be a rank, and the script's ranks would be started once for each
         if pool is not None:
             raise InputError("verify: a script's ranks are started by verify itself: call it alone, without a launcher")
         _refuse(words, (), "a script", "data", "overrides", "seed", "shrink", "thorough", "clip_norm", "device",
@@ -184,6 +188,7 @@ def _refuse(words: dict[str, Any], arguments: tuple[str, ...], what: str, *names
 
 
 def _prove_script(answer: Answer, script: str, arguments: tuple[str, ...], words: dict[str, Any]) -> Any:
+    """Returns the `Parity` of a script."""
     answer.fields.update(plan=words["plan"])
     with waiting(answer, "verify: loading PyTorch") as say:
         from shardwise.scripts.proof.verify_script import STEPS, verify_script
@@ -229,8 +234,10 @@ def _prove_run(answer: Answer, target: str, words: dict[str, Any], pool: Any) ->
 
     if words["shrink"]:
         raise click.UsageError("--shrink is for tasks: a configuration is proven under its own plan")
+    # "train.seed" and so on are options of `verify` here, and keys of the configuration
     settings = {"train.seed": words["seed"], "train.clip_norm": words["clip_norm"]}
     overrides = (*words["overrides"], *(f"{key}={value}" for key, value in settings.items() if value is not None))
+    # a folder of transformers is the task's name; a configuration names its own
     named = None if target.endswith(".toml") else target
     data = words["data"] and [words["data"]]
     asked = (("task.name", named, "the target"), ("task.files", data, "--data"), ("plan", words["plan"], "--plan"))
@@ -248,6 +255,7 @@ def verified_first(effective: Any) -> None:
     from shardwise.proof.verify_run import verify_run
 
     with launcher_ranks() as (pool, code):
+        # ranks other than 0 have served by now and have a code; only rank 0 proves
         parity = verify_run(effective, pool=pool) if code is None else None
         if parity is not None and parity.refused:
             raise RefusedPlan(parity.refused)
@@ -255,6 +263,7 @@ def verified_first(effective: Any) -> None:
             click.echo(parity.text(), err=True)
             if not parity.parity:
                 raise RunError(f"not begun, since the run is {parity.verdict}")
+    # on the other ranks: rank 0 has printed the reason, and all must end with its code
     if code == RefusedPlan.exit_code:
         raise RefusedPlan("the proof before the run was refused: rank 0 says why")
     if code:

@@ -124,6 +124,7 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     row, number = rows[match[1]], float(match[2])
     if number <= 0:
         raise InputError(f"cluster: link {name!r} needs a rate above 0")
+    # a domain of the device's own link has its rate, and a largest size
     if row["number"] == "devices":
         if count * below > number:
             raise InputError(
@@ -134,6 +135,7 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
     share = float(row["line_share"])
     source = f"{number:g} Gb/s line rate x {share} for large messages: a formula, not a measurement"
     port_share = 1.0
+    # ports that a node's devices share: never more than one device's own rate
     if match[3]:
         port_share = min(1.0, int(match[3]) / below)
         source = f"{match[3]} ports of {source}, shared by {below} devices"

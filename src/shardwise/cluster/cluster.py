@@ -127,10 +127,10 @@ class Cluster:
 
     device: Device
     tiers: tuple[Tier, ...]
-    name: str = ""
+    name: str = ""  # as its file or the user calls it
     collectives: tuple[Message, ...] = ()  # measured here, inside the innermost tier
     between: tuple[Between, ...] = ()  # and over several of its units, which are nodes
-    node: Node = field(default_factory=Node)
+    node: Node = field(default_factory=Node)  # figures of one host
 
     @property
     def world_size(self) -> int:
@@ -161,7 +161,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str | Cluster) -> Cluster:
-        """Read the text form, or a path that ends in `.toml`."""
+        """Returns the cluster of a text form, or of a path that ends in `.toml`."""
         if isinstance(text, Cluster):
             return text
         if text.strip().endswith(".toml"):
@@ -172,7 +172,7 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: Path) -> Cluster:
-        """Read a cluster file; a missing, negative or unknown figure raises `InputError` with its place."""
+        """Returns the cluster in a file; `InputError`, with its place, for a missing, negative or unknown figure."""
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
@@ -201,6 +201,7 @@ class Cluster:
         device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
         tiers = [{f.name: getattr(tier, f.name) for f in fields(Tier)} for tier in self.tiers]
         plain: dict[str, Any] = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
+        # only what is known: a file written by `probe` has what it measured
         if node := _plain({f.name: getattr(self.node, f.name) for f in fields(Node)}):
             plain["node"] = node
         if self.collectives:
@@ -227,6 +228,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, Figure):
             out[key] = value.as_dict()
+        # of rows that were not measured nothing is written
         elif isinstance(value, tuple):
             if value:
                 out[key] = [list(row) for row in value]
@@ -247,6 +249,7 @@ def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) 
                 "`shardwise probe` writes a file of this version"
             )
         for cell, kind in zip(row, kinds, strict=True):
+            # `type() is`, not isinstance: a bool would pass as a number
             right = type(cell) is kind or (kind is float and type(cell) is int)
             if not right or (kind is not str and not (math.isfinite(cell) and (cell > 0 or (nothing and cell == 0)))):
                 least = "of at least" if nothing else "above"
@@ -256,6 +259,7 @@ def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) 
 
 
 def _between(where: str, raw: Any) -> tuple[Between, ...]:
+    """Returns the rows of a file's `between`, checked; `InputError` names the row."""
     rows = _rows(where, raw, (str, int, int, int, float))
     for index, (op, nodes, *_) in enumerate(rows):
         if op not in BETWEEN:
@@ -266,6 +270,7 @@ def _between(where: str, raw: Any) -> tuple[Between, ...]:
 
 
 def _only(where: str, data: dict[str, Any], allowed: tuple[str, ...]) -> None:
+    """Raise `InputError`, with the nearest name, for a key of a file's table that is not `allowed`."""
     for key in data:
         if key not in allowed:
             raise InputError(
@@ -284,6 +289,7 @@ def _device(where: str, data: dict[str, Any]) -> Device:
     _only(where, data, tuple(f.name for f in fields(Device)))
     values: dict[str, Any] = {}
     for f in fields(Device):
+        # names are text; all else has a unit and a source
         if f.name in ("name", "table", "products_of", "kind"):
             if f.name in data:
                 values[f.name] = str(data[f.name])
@@ -291,6 +297,7 @@ def _device(where: str, data: dict[str, Any]) -> Device:
             values[f.name] = _rows(f"{where}.{f.name}", data.get(f.name, []), *ROWS[f.name])
         elif f.name in data:
             values[f.name] = Figure.read(f"{where}.{f.name}", data[f.name])
+        # a figure that a device must have; the rest may be unknown
         elif f.name not in OPTIONAL:
             _need(where, data, f.name)
     values["name"] = str(_need(where, data, "name"))
@@ -300,6 +307,7 @@ def _device(where: str, data: dict[str, Any]) -> Device:
 
 
 def _node(where: str, data: Any) -> Node:
+    """Returns the figures of one host in a file; `InputError` names what is wrong."""
     _table(where, data, Node)
     sizes = {
         name: Figure.read(f"{where}.{name}", data[name])
@@ -323,6 +331,7 @@ def _count(where: str, raw: Any) -> int:
 
 
 def _tier(where: str, data: Any) -> Tier:
+    """Returns one tier of a file; `InputError` names what is missing or wrong."""
     _table(where, data, Tier)
     return Tier(
         str(_need(where, data, "name")),

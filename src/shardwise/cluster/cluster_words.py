@@ -34,6 +34,7 @@ def parse(text: str) -> Cluster:
         counts.pop()  # one node has no neighbour to be linked to
     hardware, own = device(words[1])
     if len(links) != len(counts) - 1:
+        # an example of the right length that keeps what was given
         needed = [*links, *["ib-400"] * len(counts)][: len(counts) - 1]
         raise InputError(
             f"cluster: {words[0]} has {len(counts)} tiers, and links between them: {len(needed)}, behind the device, "
@@ -42,6 +43,7 @@ def parse(text: str) -> Cluster:
         )
     domain = own.count
     tiers = [Tier(own.name, counts[0], own.gbps, own.latency_us)]
+    # else devices of different nodes would be planned for as if NVLink, say, joined them
     if counts[0] > domain:
         raise InputError(
             f"cluster: {counts[0]} {hardware.name} in the innermost tier, but its own link ({own.name}) joins "
@@ -63,6 +65,7 @@ def _with_words(words: Iterable[str], node: Node) -> Node:
     """Returns the node with figures from words such as `host-1.5tb`, `disk-20tb` and `disk-12gb/s`."""
     for word in words:
         match = re.fullmatch(r"(host|disk)-(\d+(?:\.\d+)?)(gb|tb|gb/s)", word.lower())
+        # a rate for the host's memory has no field
         if not match or float(match[2]) <= 0 or match[1] + match[3] == "hostgb/s":
             raise InputError(
                 f"cluster: cannot read {word!r}: a node's memory is host-1.5tb or host-512gb, the room on its disk "

@@ -29,6 +29,7 @@ class Figure:
         Raises `InputError` for what is not a finite number above `least`.
         """
         kind, source = "given", "the cluster file"
+        # a table says where the number comes from; a bare number was given by the user
         if isinstance(raw, dict):
             unknown = sorted(raw.keys() - {"value", "kind", "source"})
             if unknown or "value" not in raw:
@@ -36,6 +37,7 @@ class Figure:
             kind, source, raw = raw.get("kind", kind), raw.get("source", source), raw["value"]
         if kind not in KINDS:
             raise InputError(f"{where}: kind is one of {', '.join(KINDS)}, got {kind!r}")
+        # bool is a number in Python
         if isinstance(raw, bool) or not isinstance(raw, int | float) or not math.isfinite(raw):
             raise InputError(f"{where} must be a number, got {raw!r}")
         if raw <= least:

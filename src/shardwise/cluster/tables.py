@@ -73,8 +73,8 @@ def _around(grid: tuple[int, ...], value: float) -> list[tuple[int, float]]:
 class CollectiveTable:
     """Collectives inside one domain: op -> ranks -> ((bytes, microseconds), ...). Bytes: the whole tensor."""
 
-    name: str
-    nccl: str
+    name: str  # of the device
+    nccl: str  # the version with which it was measured
     times: dict[str, dict[int, tuple[tuple[int, float], ...]]]
 
     def seconds(self, op: str, ranks: int, size_bytes: float) -> float:
@@ -221,11 +221,13 @@ def gemm_table(name: str) -> GemmTable | None:
         if row["gpu"] != name:
             continue
         cells = row["microseconds"].split()
+        # a row of "m" is a header: the inner sizes of the rows below it
         if row["m"] == "m":
             inner = [int(cell) for cell in cells]
             continue
         m, n = int(row["m"]), int(row["n"])
         for k, cell in zip(inner, cells, strict=True):
+            # "-": not measured at that size
             if cell != "-":
                 rate[m, n, k] = 2e-6 * m * n * k / float(cell)
     if not rate:
@@ -242,6 +244,7 @@ def collective_table(name: str) -> CollectiveTable | None:
     nccl = ""
     for row in read("collectives.csv"):
         cells = row["microseconds"].split()
+        # a row without a GPU is a header: the message sizes of the rows below it
         if not row["gpu"]:
             sizes = [int(cell) for cell in cells]
         elif row["gpu"] == name:

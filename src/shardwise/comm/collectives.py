@@ -234,6 +234,7 @@ def all_to_all(
     """Send `sent_sizes[j]` rows of `sent` to the axis's j-th rank and receive likewise; returns what to wait for."""
     if axis.rehearsal is not None:
         row_bytes = received.numel() * received.element_size() // max(received.shape[0], 1)
+        # what a rank sends itself crosses no link
         came = {rank: row_bytes * size for rank, size in enumerate(received_sizes) if size and rank != axis.index}
         axis.note(tag, "all_to_all", sent, sum(came.values()))
         axis.rehearsal.arrivals.update({("all_to_all", axis.name, rank): size for rank, size in came.items()})

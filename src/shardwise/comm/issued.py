@@ -30,14 +30,14 @@ class Issued:
     device   the type of the tensor's: a group has a backend for each, and ranks meet in the same one
     """
 
-    op: str
+    op: str  # all_reduce, all_gather, send, ...
     group: str
     ranks: tuple[int, ...]
     peer: int
     dtype: str
     shape: tuple[int, ...]
-    tag: str
-    place: str
+    tag: str  # what it is for: "gradients", "control"
+    place: str  # line of code that issued it
     batch: int | None = None
     device: str = ""
 

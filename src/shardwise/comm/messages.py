@@ -144,9 +144,10 @@ def in_order_of_calls(device: torch.device, axis: Axis) -> bool:
 
 
 def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: Axis) -> Pending:
-    """Begin messages together, one by itself too: over NCCL it would make a communicator of its two ranks."""
+    """Begin messages together, a single one too (alone, NCCL makes a communicator for it); returns what to wait for."""
     group, device = axis.group, [*sends, *receives][0].tensor.device
     assert group is not None
+    # NCCL takes all messages of a round as one call; gloo takes them one by one
     coalesces = group._get_backend(device).supports_coalescing
     works = []
     with batched(), _coalescing_manager(group, device, async_ops=True) if coalesces else nullcontext() as together:
@@ -156,6 +157,7 @@ def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: 
         for message in receives:
             with tagged(message.tag):
                 works.append(dist.irecv(message.tensor, axis.ranks[message.index], group, message.number))
+    # one call has one work; without it each message has its own
     return _Several(together.works if together is not None else works)
 
 
@@ -163,6 +165,7 @@ def beside(axis: Axis, device: torch.device) -> Axis:
     """Returns the axis with a group of its own where messages of one group wait in line (NCCL). Collective (world)."""
     if not in_order_of_calls(device, axis):
         return axis
+    # a second group gains nothing then, and the two ranks would wait for each other for ever
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RefusedPlan(
             "a stage that takes a gradient within its forward asks the stage before it while hidden states wait for "

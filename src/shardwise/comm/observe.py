@@ -100,16 +100,20 @@ class Observer(TorchDispatchMode):
     def _record(
         self, kind: str, carried: Any, full_bytes: int, group: dist.ProcessGroup, received_bytes: float | None = None
     ) -> None:
+        """Enter one collective; `received_bytes`: what came, where that does not follow from the size."""
         tag = getattr(_local, "tag", None) or "torch"
         axis = self.axes.get(group.group_name, "other")
         self.ledger.dtypes[tag, kind] |= _dtypes(carried)
         self.ledger.record(tag, kind, axis, full_bytes, group.size(), received_bytes)
 
     def _record_c10d(self, name: str, args: tuple) -> None:
+        """Enter an operation of `c10d`, by its name and arguments."""
         kind, full = _C10D[name]
+        # the group is among the arguments, as a class of TorchScript
         group = next(
             dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg)
         )
+        # an all-to-all with unequal rows is counted by what arrives; args[3] has the sizes
         uneven = _from_others(args[0], args[3], group) if name == "alltoall_base_" and args[3] else None
         self._record(kind, args[full or 0], 0 if full is None else _bytes(args[full]), group, uneven)
 

@@ -167,9 +167,11 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
         if getattr(_inside, "refused", None) is not None:
             _refuse(op)
         state = _state
+        # nobody records, or this is a call that a recorded one makes: counted once
         if (state.record is None and state.log is None) or getattr(_inside, "under", False):
             return own(self, *args, **kwargs)
         tensor = args[place] if place is not None and place < len(args) else None
+        # all_gather and its like take a list of tensors, or a list of these: the first tells the dtype
         while isinstance(tensor, list | tuple):
             tensor = tensor[0] if tensor else None
         where = None if state.record is None else _noted(self, op, tensor)
@@ -336,6 +338,7 @@ def _frame(least: int = _USERS) -> tuple[Any, int] | None:
         if entry is None:
             entry = kinds[id(code)] = (_kind_of(code.co_filename), code)
         kind = entry[0]
+        # the user's own line tells more than a package's, and that more than ours
         if kind < best:
             nearest, best = frame, kind
             if kind <= least:
@@ -378,12 +381,15 @@ def _refuse(op: str) -> None:
 
 def _kind_of(file: str) -> int:
     """Returns whose code a file is: the user's (our models too), a package's, ours, or one to skip."""
+    # frames of this room, and code without a file, are passed by
     if file.startswith((_COMM, "<")):
         return _SKIP
     if file.startswith(_OWN):
+        # our models stand in for a user's: their lines are what a message should show
         return _USERS if f"{os.sep}models{os.sep}" in file[len(_OWN) - 1 :] else _OURS
     if file.startswith(_TORCH):
         return _SKIP
+    # a package's line is better than torch's own, and worse than the user's
     if file.startswith(_PACKAGES):
         return _PACKAGE
     return _SKIP if file.startswith(_LIBRARY) else _USERS

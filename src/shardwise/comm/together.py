@@ -108,10 +108,12 @@ def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
 
 def broadcast_together(tensors: Sequence[torch.Tensor], axis: Axis, source: int, tag: str) -> None:
     """Give every rank the source's values of these tensors, in place: one message for each dtype. Collective."""
+    # one buffer has one dtype
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         broadcast(flat, axis, source, tag)
+        # the source has its values already
         if axis.index != source:
             for tensor, shared in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
                 tensor.copy_(shared.view(tensor.shape))

@@ -80,7 +80,7 @@ class Effective:
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: Sequence[Given] = ()) -> Effective:
-    """Read and check a configuration; `InputError` holds every mistake.
+    """Returns the checked configuration; `InputError` holds every mistake.
 
     path       a TOML file, or None
     overrides  `key=value` texts of `--set`
@@ -88,8 +88,10 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: 
     """
     problems: list[str] = []
     items = from_file(Path(path), problems) if path is not None else []
+    # values of a broken file are missing, and checking the rest would report these too
     broken_file = bool(problems)
     items += values
+    # --set is the strongest, but must not silently win over an option that says otherwise
     items += _not_twice(values, from_overrides(overrides, problems), problems)
     if broken_file:
         _raise(problems)
@@ -98,6 +100,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: 
     config, notes, items = _validate(items, problems)
     _raise(problems)
     assert config is not None
+    # the built-in text task is trained then, which the user may not expect
     if not any(key.startswith("task.") for key in _sources(items)):
         notes.append(NO_TASK)
     return Effective(config, plan, _sources(items) | plan_sources, tuple(notes))
@@ -235,6 +238,7 @@ def _nearest(key: str, value: Any) -> str:
     by_leaf: dict[str, str] = {}
     for name in keys():
         its_table, _, its_leaf = name.rpartition(".")
+        # several tables have a key of this name: the one of the table in which the user wrote it is meant
         if its_leaf not in by_leaf or its_table == table:
             by_leaf[its_leaf] = name
     inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
@@ -276,16 +280,19 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
     """Returns (key, problem) for values that contradict each other. `from_toml`: the file that names the task."""
     task, optimizer, train = config.task, config.optimizer, config.train
     problems = _inconsistent_model(task.name, task.model)
+    # built in, a folder, or "file:name"
     named = task.name in BUILTINS or is_folder(task.name) or all(task.name.rpartition(":"))
     if not named or "::" in task.name:
         problems.append(("task.name", which_task(task.name)))
     file, _, _ = task.name.rpartition(":")
+    # in a file that is found elsewhere a task is named by where it was
     if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:
         near = did_you_mean(Path(file).name, sorted(path.name for path in from_toml.parent.glob("*.py")))
         moved = f"; where it was moved or renamed: --set task.name=FILE.py:{task.name.rpartition(':')[2]}"
         problems.append(("task.name", f"there is no file {file}, here or beside {from_toml}{near}{moved}"))
     if train.batch_tokens and task.seq_len and train.batch_tokens % task.seq_len:
         problems.append(("train.batch_tokens", f"expected a multiple of task.seq_len = {task.seq_len}"))
+    # scale_lr multiplies lr by batch / base_batch
     if optimizer.scale_lr != "none" and optimizer.base_batch is None:
         text = f"is not set: optimizer.scale_lr = {optimizer.scale_lr} needs the batch that lr was chosen for"
         problems.append(("optimizer.base_batch", text))
@@ -297,10 +304,12 @@ def _inconsistent_model(task: str, model: ModelSizes) -> list[tuple[str, str]]:
     problems = []
     if model.hidden and model.heads and model.hidden % model.heads:
         problems.append(("task.model.hidden", f"expected a multiple of task.model.heads = {model.heads}"))
+    # rotary positions turn pairs of each head's elements
     elif task == "text" and model.hidden and model.heads and model.hidden // model.heads % 2:
         problems.append(("task.model.hidden", f"expected an even width for each of {model.heads} heads"))
     if model.kv_heads and model.heads and model.heads % model.kv_heads:
         problems.append(("task.model.kv_heads", f"expected a divisor of task.model.heads = {model.heads}"))
+    # the digits task has pictures of 8 x 8
     if model.patch and 8 % model.patch:
         problems.append(("task.model.patch", "expected a divisor of 8, the width of the digits"))
     return problems

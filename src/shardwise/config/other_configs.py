@@ -58,11 +58,14 @@ class Translation:
         if rest:
             raise InputError(f"{self.ranks} ranks are not a multiple of {others}, of tp, pp and cp together")
         values = dict(self.plan)
+        # what says degrees of its own is not dealt again
         if "dp_shard" not in values and "dp_replicate" not in values:
             values |= self._data_ranks(data)
         plan = Plan.from_dict(values)
+        # DeepSpeed's schedule sets the rate itself, whatever the optimizer's was
         if self.peak_lr is not None:
             self.settings["optimizer.lr"] = self.peak_lr
+        # without a batch per device no accumulation follows
         if self.micro_batch is None:
             return plan
         at_once = self.micro_batch * plan.data_ranks
@@ -70,6 +73,7 @@ class Translation:
         return Plan.from_dict(values | {"accumulate": self.plan.get("accumulate", max(1, whole // at_once))})
 
     def _data_ranks(self, data: int) -> dict[str, Any]:
+        """Returns the plan's keys for `data` ranks that share samples, sharded as the file says."""
         if self.sharding == 0 or data == 1:
             return {"dp_replicate": data}
         shard = self.hybrid or data
@@ -82,6 +86,8 @@ Row = Callable[[Translation, Any], str]
 
 
 def _field(name: str) -> Row:
+    """Returns a row for a key that is a whole number of the plan's `name`."""
+
     def row(made: Translation, value: Any) -> str:
         made.plan[name] = int(value)
         return f"{name}={int(value)}"
@@ -90,6 +96,8 @@ def _field(name: str) -> Row:
 
 
 def _setting(name: str, kind: Callable[[Any], Any] = float) -> Row:
+    """Returns a row for a key that is the run's setting `name`, read by `kind`."""
+
     def row(made: Translation, value: Any) -> str:
         made.settings[name] = kind(value)
         return f"--set {name}={json.dumps(kind(value))}"
@@ -109,6 +117,8 @@ def _stage(made: Translation, value: Any) -> str:
 
 
 def _precision(name: str) -> Row:
+    """Returns a row for a key that switches this precision on."""
+
     def row(made: Translation, value: Any) -> str:
         if value is True:
             made.plan["precision"] = name
@@ -118,6 +128,7 @@ def _precision(name: str) -> Row:
 
 
 def _mixed(made: Translation, value: Any) -> str:
+    """Set the plan's precision by Accelerate's `mixed_precision`; returns the key's sentence."""
     if str(value) in ("no", "None", "False"):
         return "precision=fp32, the default"
     if str(value) == "fp8":
@@ -133,6 +144,7 @@ def _offload(made: Translation, value: Any) -> str:
 
 
 def _offload_weights(made: Translation, value: Any) -> str:
+    """Move weights as DeepSpeed's `offload_param` says; returns the key's sentence."""
     if str(value) in ("none", "None", "False"):
         return "nothing is offloaded"
     told = _moved(made, "parameters")
@@ -158,6 +170,7 @@ def _hybrid(made: Translation, value: Any) -> str:
 
 
 def _optimizer(made: Translation, value: Any) -> str:
+    """Set the optimizer's name; returns the key's sentence."""
     name = str(value).lower().removeprefix("onebit").removeprefix("fused").removeprefix("cpu")
     if name not in ("adam", "adamw", "sgd", "adagrad", "rmsprop"):
         return f"{value} is none of shardwise's by name: give it as the task's optimizer"
@@ -167,6 +180,7 @@ def _optimizer(made: Translation, value: Any) -> str:
 
 
 def _schedule(made: Translation, value: Any) -> str:
+    """Set the schedule's name by DeepSpeed's; returns the key's sentence."""
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if value not in kinds:
         return f"{value} is none of constant, linear, cosine and wsd: give the nearest as schedule.name"
@@ -205,12 +219,15 @@ def _distributed(made: Translation, value: Any) -> str:
 
 
 def _strategy(made: Translation, value: Any) -> str:
+    """Set `made.sharding` by FSDP's strategy, a name or its number; returns the key's sentence."""
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+    # FSDP's strategies may be numbers, which count from 1
     name = names[int(value) - 1] if str(value).isdigit() and 1 <= int(value) <= len(names) else str(value)
     kinds = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
     if name not in kinds:
         return f"{value}: {NONE}"
     made.sharding = kinds[name]
+    # hybrid: shards within a machine, replicas over them
     if name.startswith("HYBRID") and made.ranks:
         made.hybrid = made.ranks // made.machines
     return f"zero={kinds[name]}" if kinds[name] else "dp_replicate"
@@ -229,6 +246,8 @@ def _wrap(made: Translation, value: Any) -> str:
 
 
 def _true(name: str, value_if: Any, otherwise: str) -> Row:
+    """Returns a row for a key that, if true, sets the plan's `name` to `value_if`."""
+
     def row(made: Translation, value: Any) -> str:
         if str(value).lower() in ("true", "1"):
             made.plan[name] = value_if
@@ -311,6 +330,7 @@ def read(path: Path, ranks: int | None = None) -> Translation:
     values = _parsed(path)
     if not any(key in ROWS or key.startswith(tuple(GROUPS)) for key, _ in _flat(values)):
         raise InputError(f"--from {path}: no key of it is one of DeepSpeed's or Accelerate's configurations")
+    # a default of theirs that is other than ours is as much asked for as what the file says
     unsaid = dict(_unsaid(values))
     # ranks and machines first: others are told by them
     first = ("num_processes", "num_machines", "distributed_type")
@@ -320,6 +340,7 @@ def read(path: Path, ranks: int | None = None) -> Translation:
         if kind is not None and values.get("distributed_type", kind) != kind:
             made.told.append((key, f"Accelerate reads it where distributed_type is {kind}: left out"))
             continue
+        # Accelerate may keep DeepSpeed's part in a file of its own, which then decides
         if key.endswith("deepspeed_config_file"):
             if not (path.parent / str(value)).is_file():
                 raise InputError(f"--from {path}: {key} names {value}, which is not beside it: put it there")
@@ -376,6 +397,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
+    """Returns what a YAML text holds; `ValueError` for a wrong one, `InputError` without PyYAML."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:

@@ -18,6 +18,7 @@ def merge(items: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, 
     """Returns (plan, source of each key); a text replaces all that came before, a table adds to it."""
     values: dict[str, Given] = {}
     for item in items:
+        # "plan = ..." as a whole takes the place of what weaker sources said of it
         if item.key == "plan":
             values = {setting.key: setting for setting in _from_text(item, problems)}
         else:
@@ -36,6 +37,7 @@ def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
     """Yields the keys of `dp_shard=2,zero=3`, of a plan file, or of a `Plan`."""
     text = mapping_in(item.value)
     if isinstance(text, Mapping):
+        # text in braces is a mapping, as commands hand it on
         yield from (Given(f"plan.{key}", value, item.source) for key, value in text.items())
     elif isinstance(text, Plan):
         for key, value in text.as_dict().items():
@@ -43,13 +45,16 @@ def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
     elif not isinstance(text, str):
         expected = "expected a table, or text such as dp_shard=2,zero=3"
         problems.append(problem(item.source, "plan", text, expected))
+    # relative to the file that names it
     elif text.strip().endswith(".toml"):
         yield from _from_plan_file(item.folder / at_home(text.strip()), problems)
+    # one process: no key at all
     elif text.strip() not in ("", "single"):
         yield from _from_pairs(text, item.source, problems)
 
 
 def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
+    """Yields the keys of a plan's own file, or of the `[plan]` section of a configuration."""
     found = from_file(path, problems)
     if any(item.key.startswith("plan.") for item in found):
         found = [item for item in found if item.key.startswith("plan.")]
@@ -61,6 +66,7 @@ def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
 def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
     """Yields a `Given` for each "key=value" of a plan's text; mistakes go into `problems`."""
     missing = missing_comma(text)
+    # "dp_shard=2 zero=3": without the comma all of it would be one value
     if missing is not None:
         problems.append(problem(source, "plan", text, missing))
         return
@@ -69,6 +75,7 @@ def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
             problems.append(problem(source, "plan", text, no_pair(part.strip(), text)))
+        # the second would win silently
         elif key in seen:
             problems.append(problem(source, "plan", text, f"{key} is given twice"))
         else:
@@ -99,6 +106,7 @@ def _complaint(key: str, value: Any) -> str | None:
 
 def _expected(key: str, value: Any) -> str | None:
     """Returns the expected type of the key's value, as text; None where the value has it."""
+    # bool is an int in Python: zero=true is no stage
     whole = isinstance(value, int) and not isinstance(value, bool)
     if key in DEGREES and not (whole and value >= 1):
         return "expected a whole number of at least 1"

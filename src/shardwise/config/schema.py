@@ -368,6 +368,7 @@ def is_folder(name: str) -> bool:
 
 def _task_without_effect(name: str) -> dict[str, str]:
     """Returns {key: why this task does not read it}."""
+    # the text task reads all but what belongs to pictures
     if name == "text":
         return {"task.model.patch": "the text model has no patches"}
     only_text = {
@@ -381,6 +382,7 @@ def _task_without_effect(name: str) -> dict[str, str]:
         kept = ("task.seq_len", "task.files", "task.tokenizer")
         sizes = {f"task.model.{key}": "the folder's model has its own sizes" for key in ModelSizes.model_fields}
         return {key: why for key, why in only_text.items() if key not in kept} | sizes
+    # the digits task has no text, but a model with sizes
     if name == "digits":
         return only_text | {"task.model.kv_heads": "only the text model groups its heads"}
     own = "the model of your own task has its sizes in its code"

@@ -133,6 +133,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> 
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of a table; an empty table is a value, unless it is a section's."""
     for key, value in table.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and (value or dotted in TABLES):
@@ -148,8 +149,10 @@ def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]
         key, equals, value = (piece.strip() for piece in text.partition("="))
         if not key or not equals or not value:
             problems.append(f"--set {shorten(text)}: expected key=value, such as optimizer.lr=3e-4")
+        # "a..b" would be a key with an empty name, of which the schema could say nothing
         elif not all(key.split(".")):
             problems.append(f"--set {shorten(text)}: {key!r} has an empty part between its dots")
+        # twice within --set: neither is stronger
         elif key in [item.key for item in items]:
             problems.append(f"--set {shorten(text)}: {key} is set twice")
         else:
@@ -158,6 +161,7 @@ def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]
 
 
 def _append_override(items: list[Given], problems: list[str], key: str, text: str) -> None:
+    """Add the values of one `--set`, of a table each of its keys, to `items`; a mistake to `problems`."""
     try:
         value = _value(text)
     except ValueError as error:
@@ -174,6 +178,7 @@ def _value(text: str) -> Any:
     except tomllib.TOMLDecodeError as error:
         if re.fullmatch(r"\[\s*[\w.-]+(\s*,\s*[\w.-]+)*\s*\]", text):  # a list of bare words, as shells leave one
             return [word.strip() for word in text[1:-1].split(",")]
+        # it was meant as TOML: taken as a bare word, a missing quote would pass
         if text[0] in "\"'[{":
             raise ValueError(f"is not a TOML value: {error}") from None
         return text

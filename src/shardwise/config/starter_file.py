@@ -68,9 +68,11 @@ def show(effective: Effective) -> str:
     """Returns the effective configuration as TOML, each line ending with its source."""
     idle = without_effect(effective.config, set(effective.sources))
     unused = {key: why.reason for key, why in idle.items()}
+    # the task brings an optimizer of its own: a key that is set here replaces it
     if effective.own_optimizer:
         own = "the task's own optimizer runs; set any key of [optimizer] but scale_lr to replace it"
         keys = {f"optimizer.{key}" for key in type(effective.config.optimizer).model_fields}
+        # scaling the rate with the batch works on a task's own optimizer as well
         unused |= {key: own for key in keys if key not in SCALING or not effective.is_set("optimizer.scale_lr")}
     lines = []
     for name, section in effective.config:

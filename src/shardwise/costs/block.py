@@ -65,10 +65,10 @@ class BlockTimes:
     """Seconds of compute of a layer, an embedding or a head for one micro-batch, its messages, the host's seconds."""
 
     forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-    recompute: float = 0.0
-    attention_forward: float = 0.0
+    backward_input: float = 0.0  # of gradients of what came in
+    backward_weight: float = 0.0  # of gradients of the weights
+    recompute: float = 0.0  # of the forward that runs again in backward
+    attention_forward: float = 0.0  # contained in `forward`
     attention_backward: float = 0.0
     forward_messages: list[Message] = field(default_factory=list)
     backward_messages: list[Message] = field(default_factory=list)
@@ -318,12 +318,15 @@ class BlockCosts:
 
         Weights are cast once in a step, so each micro-batch bears its part.
         """
+        # other precisions have no FP8 copies to make
         if not self.software.fp8:
             return 0.0, 0.0
         s, lay = self.shape, self.layout
         pairs = [*s.projections(lay.tp), ((2 if s.gated else 1) * s.ffn / lay.tp, s.hidden), (s.hidden, s.ffn / lay.tp)]
+        # a routed layer's two products see each token as often as it has experts
         routed = (s.top_k + s.shared_experts) if s.experts else 1
         rows = [lay.tokens] * (len(pairs) - 2) + [lay.tokens * routed] * 2
+        # weights are cast once a step: a micro-batch bears its part of that
         weights = s.layer_parameters / lay.tp / (lay.ep if s.experts else 1) / (lay.n_micro * lay.rounds)
         inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + weights
         outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True))

@@ -12,9 +12,9 @@ class Fp8:
     Each is read in bf16 and written twice, along rows and along columns: products contract over neighbours in memory.
     """
 
-    suffix: str
-    cast_bytes: float
-    source: str
+    suffix: str  # of a software's name
+    cast_bytes: float  # moved for each element that is scaled and cast
+    source: str  # how inputs are scaled, in words
     cast_kernels: int = 1
     bits: int = 8
 

@@ -36,8 +36,10 @@ class HostSeconds(NamedTuple):
 
 def layer_host(shape: Shape, layout: Layout, software: Software) -> HostSeconds:
     """Returns the host's seconds of a layer; none where they were not measured, or where CUDA graphs replay it."""
+    # captured graphs replay without the host; only Megatron's layers were measured
     if software.graphs == "step" or not software.megatron:
         return HostSeconds()
+    # what is before the experts is replayed then; their own ops are still started by the host
     milliseconds = 0.0 if software.graphs == "attention" else LAYER_MS + (FP8_MS if software.fp8 else 0.0)
     if shape.experts:
         milliseconds += EXPERTS_MS + EXPERT_MS * max(1.0, shape.experts / layout.ep)

@@ -112,6 +112,7 @@ class Kernels:
 
     @property
     def table(self) -> GemmTable | None:
+        """Returns the measured products of the device, or of one of its generation; None without any for the dtype."""
         if self.device.products:
             return measured_products(self.device.products, self.dtype)
         if self.dtype != "bf16":
@@ -308,17 +309,20 @@ class Kernels:
         does not use a newer device's instructions.
         """
         near = self.device.products_of
+        # the device's own generation first, then any that was measured
         for other in dict.fromkeys((near, *MEASURED)):
             rates = _attention_rates(other, kernel, direction)
             if not rates:
                 continue
             peak, sustained_there = MEASURED[other]
             own, sheet = self.device.sustained_bf16_tflops, self.device.bf16_tflops.value
+            # scaled by what both reach in long runs, else by their data sheets
             scale = own.value / sustained_there if own is not None else sheet / peak
             here = _attention_rates(self.device.table, "flash2", direction) or _attention_rates(
                 near, "flash2", direction
             )
             there = _attention_rates(other, "flash2", direction)
+            # across generations never by more than the one kernel that was measured on both: data sheets promise more
             if other != near and here and there:
                 d = min(here, key=lambda width: abs(width - head_dim))
                 scale = min(scale, here[d][-1][1] / there[d][-1][1])
@@ -327,6 +331,7 @@ class Kernels:
 
 
 def _log_read(points: tuple[tuple[int, float], ...], at: float) -> float:
+    """Returns the rate at a size, between measured points (size, rate) by the logarithm of the sizes."""
     if at <= points[0][0]:
         return points[0][1] * max(at / points[0][0], 0.25)
     for (low, slow), (high, fast) in pairwise(points):

@@ -44,8 +44,8 @@ class Offloaded:
     host_s  seconds of an update that the host's processor computes, where weights lie there
     """
 
-    link_s: float
-    disk_s: float
+    link_s: float  # on the device's link, waited for
+    disk_s: float  # at the disk, beside the update
     host_bytes: float
     disk_bytes: float
     weights_bytes: float = 0.0
@@ -116,6 +116,7 @@ def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, up
 
 
 def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
+    """Raise `RefusedPlan` for a move to the host's memory on a device that has none of its own."""
     if fraction and cluster.device.kind == "cpu":
         raise RefusedPlan(
             f"offload={layout.offload}: {cluster.device.name} is a processor, whose memory is the host's: nothing is "
@@ -124,6 +125,7 @@ def _refuse_host(layout: Layout, cluster: Cluster, fraction: float) -> None:
 
 
 def _refuse_weights(layout: Layout, cluster: Cluster) -> None:
+    """Raise `RefusedPlan` where weights cannot lie where the layout says."""
     if in_tier(layout.offload, "parameters", "disk") and cluster.device.kind != "cpu":
         raise RefusedPlan(
             f"offload={layout.offload}: {cluster.device.name} has memory of its own, which would wait for each page of "
@@ -144,6 +146,7 @@ def disk_rate(cluster: Cluster) -> Figure | None:
 
 
 def _disk_gbps(cluster: Cluster) -> float:
+    """Returns the rate of a host's disk, GB/s; `RefusedPlan` where nothing tells it."""
     rate = disk_rate(cluster)
     if rate is None:
         raise RefusedPlan(
@@ -270,6 +273,7 @@ def refuse(layout: Layout, *, traced: bool = False) -> None:
     forecast = not any(
         part.state == "activations" or (part.state, part.tier) == ("parameters", "disk") for part in placed
     )
+    # a task is traced, so what its blocks keep is known; a decoder's numbers do not tell
     if not (traced or forecast):
         raise RefusedPlan(
             f"offload={layout.offload} is not forecast: what activations, and weights on a disk, of a decoder by its "

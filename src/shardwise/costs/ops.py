@@ -41,6 +41,7 @@ def _streamed(name: str, shape: Sequence[float], kernels: Kernels, software: Sof
 
 
 def _product(shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    """Returns seconds of `times` products (m, k) x (k, n): one by one or batched, whichever is faster."""
     m, n, k = shape
     if times <= 1:
         return times * kernels.product(m, n, k)
@@ -83,15 +84,19 @@ def _convolved(kind: str, shape: Sequence[float], kernels: Kernels) -> float:
     """
     cells, out, deep, moved, turned, alone = shape
     seconds = kernels.convolution(kind, cells, out, deep)
+    # measured shapes need no rate
     if seconds is not None:
         return seconds
     flops, rate = 2.0 * cells * out * deep, kernels.large_convolutions_tflops
     on_gpu, back = kernels.device.kind != "cpu", kind == "conv_backward"
+    # one channel by itself has no tensor core, on a GPU
     if alone and on_gpu:
         rate = wide_rate(kernels.device) * BY_CHANNEL[back] / (FIRST if turned else 1.0)
+    # convolutions reach a share of large products' rate, but for float32 off tensor cores, where they reach it
     elif kernels.dtype != "fp32" or kernels.device.tf32_tflops is not None or not on_gpu:
         rate *= CONV_SHARE
     computed = (2.0 if back else 1.0) * flops / (rate * 1e12)
+    # only a kernel that reads one layout turns its tensors
     turning = turned * kernels.turned(moved) if on_gpu and not alone else 0.0
     return max(computed, kernels.stream(moved, 0)) + kernels.launch_us * 1e-6 + turning
 

@@ -51,12 +51,15 @@ def overhead_of(device: Device, layout: Layout, follows: bool = False) -> Overhe
     follows   random numbers are those of one process; a technique that was not measured so adds what it adds without
     """
     rows = {name: [*(1e-6 * value for value in times), wait] for name, *times, wait in device.overheads}
+    # a device that was not probed: kernels' times alone
     if BASE not in rows:
         return Overhead()
+    # with draws, if the probe measured any
     draws = DRAWS if follows and BASE + DRAWS in rows else ""
     total = list(rows[BASE + draws])
     for name in techniques(layout):
         own = draws if name + draws in rows else ""
+        # what a technique adds to replicas; one without a row adds nothing
         for at, (value, base) in enumerate(zip(rows.get(name + own, rows[BASE]), rows[BASE + own], strict=True)):
             total[at] += value - base
     return Overhead(*(max(0.0, value) for value in total))

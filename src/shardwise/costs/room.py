@@ -29,8 +29,8 @@ UNKNOWN = {
 class Room:
     """Bytes that all `ranks` of one host keep off their devices, by tier ("host", "disk"), and the host's figures."""
 
-    needed: Mapping[str, float] = field(default_factory=dict)
-    node: Node = field(default_factory=Node)
+    needed: Mapping[str, float] = field(default_factory=dict)  # bytes by tier
+    node: Node = field(default_factory=Node)  # the host's figures
     ranks: int = 1
 
     def there(self, tier: str) -> float | None:

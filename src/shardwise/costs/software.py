@@ -383,6 +383,7 @@ def as_planned(software: Software, layout: Layout) -> Software:
 
 @lru_cache(maxsize=64)  # a search asks for each of its layouts, which have a few of them
 def _switched(software: Software, compiled: bool, early: bool, reduce_dtype: str) -> Software:
+    """Returns the software as the plan switches it."""
     return replace(
         software,
         fused=software.fused or compiled,

@@ -25,6 +25,7 @@ def batch(text: str, seq: int | None) -> int:
         raise InputError(f"--global-batch: expected a number of samples such as 512, or 16M-tokens, got {text!r}")
     if unit in ("", "samples", "sample"):
         samples = count(number, "--global-batch")
+        # a million samples in a step is nearly always a number of tokens
         if samples >= 2**20 and not unit:
             raise InputError(
                 f"--global-batch: {text} would be {samples:,} samples in a step: write {number}-tokens where tokens "
@@ -36,6 +37,7 @@ def batch(text: str, seq: int | None) -> int:
     if seq is None:
         raise InputError("--global-batch in tokens needs --seq: this model's samples are not counted in tokens")
     tokens = count(number, "--global-batch")
+    # samples are whole, so tokens must be a multiple of their length
     if tokens % seq:
         low = tokens // seq * seq
         raise InputError(

@@ -56,6 +56,7 @@ def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
         return True, group.size
     if unit % group.stride == 0 and group.span % unit == 0:
         return False, unit // group.stride
+    # each rank of a group in a unit of its own
     if group.stride % unit == 0:
         return group.size == 1, 1
     fewest = group.size
@@ -176,6 +177,7 @@ class Wire:
         return all(t.name.startswith("nvlink") for t in self.cluster.tiers[: self.tier(group) + 1])
 
     def _inside(self, op: str, ranks: int, size_bytes: float) -> float:
+        """Returns seconds of a collective inside one domain: by a table, else by a formula over the link's rate."""
         table = self.table
         if table is not None and op in table.times:
             return table.seconds(op, ranks, size_bytes)
@@ -190,12 +192,14 @@ class Wire:
             return "none"
         tier = self.tier(group)
         table = self.table
+        # within one domain a measured table is used, if there is one for this collective
         if tier == 0 or self._one_domain(group):
             if table is None or op not in table.times:
                 return f"formula: {self.cluster.tiers[0].name} rate"
             measured = sorted(table.times[op])
             near = (
                 ""
+                # a table has some numbers of ranks; between them times are scaled
                 if group.size in measured
                 else f", scaled from {min(measured, key=lambda p: abs(p - group.size))} ranks"
             )
@@ -225,11 +229,15 @@ class Wire:
         """
         if not came or calls <= 0:
             return 0.0
+        # the links of one domain are alike, so the sum of what came tells
         if self.tier(group) == 0 or self._one_domain(group):
+            # only neighbours at the ends of an axis: measured as such
             if group.size > 2 and came.keys() <= {-1, 1} and self.table is not None and "halo" in self.table.times:
                 return calls * self._inside("halo", group.size, sum(came.values()) / calls)
+            # an all-to-all's size counts what a rank keeps, too
             whole = sum(came.values()) * group.size / (group.size - 1)
             return calls * self._inside("all_to_all", group.size, whole / calls)
+        # over several tiers the slowest link, and its latency, tell
         spread = self.by_tier(came, group)
         far = max(spread)
         sent = max(size / self._rate(tier) for tier, size in spread.items())
@@ -277,10 +285,12 @@ def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: RankGroup) ->
     for first, place in product(firsts, range(group.size)):
         by_tier: dict[int, float] = {}
         for distance, size in came:
+            # a rank at an edge has fewer neighbours
             if 0 <= place + distance < group.size:
                 tier = wire.crosses(first + place * group.stride, first + (place + distance) * group.stride)
                 by_tier[tier] = by_tier.get(tier, 0.0) + size
         seconds = max((size / wire._rate(tier) for tier, size in by_tier.items()), default=-1.0)
+        # the rank that waits longest stands for the group
         if seconds > longest:
             best, longest = by_tier, seconds
     return best

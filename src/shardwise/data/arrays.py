@@ -29,11 +29,14 @@ class ArraySource:
         self._open()
 
     def _open(self) -> None:
+        """Map or take each array, into `arrays`; `InputError` where their numbers of samples differ."""
         self.arrays = {name: _opened(name, array) for name, array in self.sources.items()}
         lengths = {name: len(array) for name, array in self.arrays.items()}
+        # sample i is row i of every array
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise InputError(f"ArraySource: the arrays have other numbers of samples: {told}")
+        # with `global_shape` ranks read tiles, so some array must have these extents
         if self.global_shape is not None and not any(map(self._has_space, self.arrays.values())):
             told = ", ".join(f"{name} {array.shape[1:]}" for name, array in self.arrays.items())
             raise InputError(f"ArraySource: global_shape={self.global_shape}, and no array's samples end in it: {told}")
@@ -83,6 +86,7 @@ def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
 
 
 def _numbers(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns the array; `InputError` unless it holds numbers, samples first."""
     if array.ndim == 0 or array.dtype.kind not in "biufc":
         raise InputError(
             f"ArraySource: {name} is {array.dtype} of shape {array.shape}; expected numbers, samples first"

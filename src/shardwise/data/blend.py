@@ -47,8 +47,10 @@ class Blend:
         self.weights = tuple(float(weight) for _, weight in parts.values())
         self.lengths = tuple(len(source) for source in self.sources)
         for name, weight, length in zip(self.names, self.weights, self.lengths, strict=True):
+            # `not > 0`: NaN fails too
             if not weight > 0 or length < 1:
                 raise InputError(f"blend: source '{name}' has weight {weight:g} and {length} samples; both must be > 0")
+        # raises for more sources than a block has places: some would never be read
         shares(self.weights)
         self.notices = [
             f"{name}: {notice}" for name, (source, _) in parts.items() for notice in getattr(source, "notices", ())
@@ -64,6 +66,7 @@ class Blend:
 
     def read(self, indices: list[int], region: Any = None) -> Any:
         """Returns the joined batch of samples, numbered over all sources one after another."""
+        # global numbers run over the sources one after another: the owner is the last that starts at or before one
         owner = np.searchsorted(self._starts, indices, side="right") - 1
         rows: dict[int, list[int]] = {}
         for place, source in enumerate(owner.tolist()):
@@ -77,10 +80,12 @@ class Blend:
 
 def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
     """Returns the batches of several sources joined into one, each row at its place."""
+    # one source has its rows in order already
     if len(batches) == 1:
         return batches[0]
     flat = [pytree.tree_flatten_with_path(batch) for batch in batches]
     specs = [spec for _, spec in flat]
+    # compared by structure first: zip below would pair fields by place, not by name
     if any(spec != specs[0] for spec in specs):
         paths = (", ".join(pytree.keystr(path) for path, _ in keyed) for keyed, _ in flat)
         told = "; ".join(f"{name} has {path}" for name, path in zip(names, paths, strict=True))
@@ -90,6 +95,7 @@ def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
     leaves = []
     for column in zip(*(keyed for keyed, _ in flat), strict=True):
         path, tensors = pytree.keystr(column[0][0]), [torch.as_tensor(leaf) for _, leaf in column]
+        # torch.cat would convert dtypes silently
         kinds = {(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors}
         if len(kinds) > 1:
             told = ", ".join(f"{t.dtype} {tuple(t.shape[1:])} in '{n}'" for t, n in zip(tensors, names, strict=True))
@@ -128,11 +134,11 @@ def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, 
 class BlendOrder(Order):
     """The order of a blend. `drawn` are the samples of each source that were read before position `origin`."""
 
-    weights: tuple[float, ...] = ()
-    lengths: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()  # of each source, as given
+    lengths: tuple[int, ...] = ()  # samples of each source
     names: tuple[str, ...] = ()
     drawn: tuple[int, ...] = field(default=())
-    origin: int = 0
+    origin: int = 0  # position in the order at which these weights began
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Returns the samples at positions [start, stop), numbered over all sources one after another."""
@@ -179,10 +185,12 @@ class BlendOrder(Order):
 
     def continued(self, state: dict[str, Any] | None, position: int) -> BlendOrder:
         """Returns this order from `position` on, with each source where the saved run left it."""
+        # with other sources, positions saved under the old names would mean nothing
         if state is None or set(state["positions"]) != set(self.names):
             saved = ", ".join(state["positions"]) if state else "no blend"
             raise InputError(f"the saved run read {saved}, this one {', '.join(self.names)}: blend the same sources")
         same = all(state["weights"][name] == weight for name, weight in zip(self.names, self.weights, strict=True))
+        # with the same weights the blocks go on where they were; with others a new block grid begins at `position`
         counts = state["drawn"] if same else state["positions"]
         origin = int(state["origin"]) if same else position
         return replace(self, drawn=tuple(int(counts[name]) for name in self.names), origin=origin)

@@ -45,8 +45,8 @@ class Corpus:
 
     folder: Path
     tokens: np.ndarray
-    source: str
-    sha256: str
+    source: str  # where the text comes from, in words
+    sha256: str  # of all bytes
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
@@ -108,6 +108,7 @@ class BytesSource:
         return (self.stop - self.start) // (self.seq_len + 1)
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        """Returns {"tokens": (B, seq_len + 1) int64} of these samples; `region` is not used."""
         width = self.seq_len + 1
         rows = np.asarray(indices, dtype=np.int64)
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
@@ -137,7 +138,7 @@ def split(corpus: Corpus, seq_len: int, held_out: float = 0.05) -> tuple[BytesSo
 def write_corpus(
     texts: str | Path | bytes | Iterable[str | Path | bytes], folder: str | Path, *, source: str = ""
 ) -> Corpus:
-    """Write files (a str is a path) and bytes, one after another, as a corpus in `folder`, and open it.
+    """Write files (a str is a path) and bytes, one after another, into `folder`; returns the open `Corpus`.
 
     `source` says in words where the text comes from.
     """
@@ -147,9 +148,11 @@ def write_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with renamed(folder / PAYLOAD) as file:
+            # the payload is renamed first and the description last: a folder with a description is whole
             for chunk in _chunks(parts):
                 digest.update(chunk)
                 count += file.write(chunk)
+            # an empty file cannot be mapped into memory, and nothing could be learned
             if count == 0:
                 raise InputError(f"there is no text to write to {folder}: every file is empty")
         described = {
@@ -190,11 +193,13 @@ def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
     """Returns the .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
     files = []
     for folder, subfolders, names in os.walk(root):
+        # in place, so that os.walk does not go into them
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         files += [Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
     if not files:
         raise InputError(f"{root} holds no .py files: give text of your own to write_corpus")
     left = limit
+    # in the order of a hash, so that any `limit` gives a mixture of the library's modules
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if left <= 0:
             return
@@ -204,6 +209,7 @@ def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
 
 
 def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
+    """Yields the bytes of files and texts, one after another."""
     for part in parts:
         if isinstance(part, bytes):
             yield part
@@ -237,6 +243,7 @@ def _description(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is missing: there is no corpus here; make one with write_corpus") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}): write the corpus again") from error
+    # versions are checked before fields: another version may have others
     if not isinstance(described, dict) or described.get("version") != VERSION:
         version = described.get("version") if isinstance(described, dict) else None
         raise InputError(
@@ -244,6 +251,7 @@ def _description(path: Path) -> dict[str, Any]:
         )
     kinds = {"dtype": str, "count": int, "source": str, "sha256": str}
     wrong = [key for key, kind in kinds.items() if not isinstance(described.get(key), kind)]
+    # the payload's size is checked against `count` when it is opened; here that it can be one
     if wrong or described["dtype"] != "uint8" or described["count"] < 1:
         raise InputError(f"{path} has a wrong {wrong[0] if wrong else 'dtype or count'}: write the corpus again")
     return described

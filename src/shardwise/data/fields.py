@@ -116,10 +116,12 @@ class FieldSource:
         for group, at in (("inputs", starts), ("targets", later)):
             values, there = self._filled(group, np.stack([self._state(group, t, window) for t in at]), at)
             batch[group] = values
+            # with missing="refuse" `_filled` has raised for them, so there is no mask to give
             if self.missing == "mask":
                 batch[f"{group}_valid"] = there
         if self.groups["forcing"] or self.cycles:
             batch["forcing"] = self._forcing(later, window)
+        # static fields have no time: one copy is expanded over the samples
         if self.groups["static"]:
             static = self._filled("static", self._static(window)[None], [0])[0]
             batch["static"] = static.expand(len(starts), -1, -1, -1)
@@ -139,12 +141,14 @@ class FieldSource:
         steps: dict[str, int] = {}
         for name in dict.fromkeys(n for group in ("inputs", "targets", "forcing") for n in self.groups[group]):
             variable = self.grid.find(name)
+            # a variable without time would be read at step t and be the same each time: that is what `static=` is for
             if len(variable.dims) < 3 or variable.dims[0] != self.time:
                 raise InputError(
                     f"FieldSource: {name} has the dims {variable.dims}; a field is ({self.time!r}, ..., y, x). Name "
                     "another first dim by time=, or what has no time as static="
                 )
             space[name], steps[name] = variable.shape[-2:], sum(self.grid.lengths(name))
+        # fields of one sample are stacked along channels, and steps are counted alike in all
         for what, by_name in (("size of grid", space), ("number of times", steps)):
             if len(set(by_name.values())) > 1:
                 raise InputError(f"FieldSource: variables differ in {what}: {by_name}")
@@ -194,6 +198,7 @@ class FieldSource:
         days = np.concatenate(values)
         if len(days) != self.steps:
             raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.files_text()}")
+        # pairs t -> t + lead are taken by place, so places must be in the order of time
         if (np.diff(days) <= 0).any():
             back = int(np.argmax(np.diff(days) <= 0))
             raise InputError(f"FieldSource: time does not go forward at step {back + 1}: give the files in their order")
@@ -201,6 +206,7 @@ class FieldSource:
             raise InputError(
                 f"FieldSource: cycles= need dates, but {self.time!r} has no units such as 'days since ...'"
             )
+        # times without dates: steps are evenly counted, and no time of the year is known
         if origin is None:
             return days, 0.0, 0.0
         minutes = origin.hour * 60 + origin.minute
@@ -209,8 +215,10 @@ class FieldSource:
     def _pairs(self, times: tuple[int, int]) -> list[int]:
         """Returns the steps t for which t + lead is in the files too."""
         starts = list(range(times[0], times[1] - self.lead))
+        # without a calendar no gap can be seen
         if self.days is not None and starts:
             steps = np.diff(self.days)
+            # against the median step: months differ in length by less than `GAP`
             wide = steps > GAP * np.median(steps)
             broken = [t for t in starts if wide[t : t + self.lead].any()]
             if broken and self.gaps == "refuse":
@@ -220,6 +228,7 @@ class FieldSource:
                     f"{np.median(steps):g} as a rule: pairs over it have another lead. Leave them out by gaps='skip'"
                 )
             starts = sorted(set(starts) - set(broken))
+        # a lead longer than the span, or every pair over a gap
         if not starts:
             raise InputError(f"FieldSource: no pair with a lead of {self.lead} in the steps {times[0]} to {times[1]}")
         return starts

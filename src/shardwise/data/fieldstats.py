@@ -56,6 +56,7 @@ def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.nd
         for index, channel in enumerate(channels):
             count = float(moments.count[index])
             std = float(np.sqrt(moments.squares[index] / count)) if count else 0.0
+            # a constant channel would be divided by 0; `not > 0` also finds a NaN
             if not std > 0:
                 why = "has no value at all" if not count else f"is {moments.mean[index]:g} everywhere"
                 raise InputError(f"FieldSource: {channel} {why} in these times: it cannot be normalised; leave it out")

@@ -104,6 +104,7 @@ class GridFiles:
         return values.astype(np.float64) if _is_netcdf(self.files[number]) else _unpacked(values, variable.attributes)
 
     def _opened(self, file: Path) -> Any:
+        """Returns an open file; at most `OPEN` are open at a time, the longest unused one is closed."""
         if file in self._open_files:
             self._open_files.move_to_end(file)
         else:
@@ -152,6 +153,7 @@ def _open(file: Path) -> Any:
 
 
 def _zarr_held(file: Path, name: str, array: Any) -> FileVariable:
+    """Returns the dims, shape and attributes of an array of a zarr store."""
     attributes = dict(array.attrs)
     dims = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
     if dims is None:

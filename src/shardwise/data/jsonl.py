@@ -122,6 +122,7 @@ class JsonlSource:
             ids = encode(text)
             tokens += ids
             learn += [counts] * len(ids)
+        # the end is learned: it is how a model learns to stop
         if end is not None:
             tokens.append(end)
             learn.append(True)

@@ -91,6 +91,7 @@ class Loader:
         return parts
 
     def _next(self) -> tuple[list[Share], int]:
+        """Returns (this rank's parts of the next step, the position behind it), read ahead where nothing is drawn."""
         if self._workers == 0 and (self._prefetch == 0 or self._steps.draws is not False):
             return self._in_turn()
         if self._ahead is None:
@@ -127,6 +128,7 @@ class Loader:
         yield parts, stop
 
     def _reading(self, position: int) -> Iterator[tuple[list[Share], int]]:
+        """Returns an iterator from a position on of (this rank's parts, next position), read here or in workers."""
         if self._workers == 0:
             return self._steps.walk(position, self._end)
         return read_in_workers(
@@ -187,11 +189,13 @@ def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: 
     """Raises `InputError` for numbers that do not go together: batch, ranks, accumulation, length."""
     if steps.order.length != length:
         raise InputError(f"the order is over {steps.order.length} samples but the source has {length}")
+    # of fewer samples than micro-batches some micro-batch would be empty in every step
     if steps.batch_size < steps.accumulate:
         raise InputError(
             f"batch_size {steps.batch_size} is smaller than accumulate {steps.accumulate}: every micro-batch "
             f"needs a sample; give batch_size {steps.accumulate} or more, or lower accumulate"
         )
+    # an epoch shorter than a batch: its one batch has what there is
     whole = min(steps.batch_size, length)
     if whole < steps.data_ranks:
         raise InputError(
@@ -202,6 +206,7 @@ def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: 
         raise InputError(
             f"drop_last leaves no batch at all: the source has {length} samples and batch_size is {steps.batch_size}"
         )
+    # 0 for none given: only a negative number is wrong
     if min(start, prefetch, workers, epochs or 0) < 0:
         raise InputError(
             f"start, prefetch, workers and epochs cannot be negative, got {start}, {prefetch}, {workers} and {epochs}"

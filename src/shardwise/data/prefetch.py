@@ -58,11 +58,14 @@ class Channel(Generic[Item]):
         """Returns the next item; raises StopIteration at the end, the iterator's error, `RunError` at the deadline."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            # items that were read before the end or an error are still given out
             while not self._items:
                 if self._ended or self._closed:
+                    # taken away: raised once; later calls see the end
                     error, self._error = self._error, None
                     raise error or StopIteration
                 left = deadline - time.monotonic()
+                # the source may hang on a network disk for good: a deadline, and not a wait without end
                 if left <= 0:
                     raise RunError(f"{what} gave nothing for {timeout_s:g} s; is its storage reachable?")
                 self._changed.wait(left)
@@ -97,6 +100,7 @@ class Prefetch(Generic[Item]):
 
 
 def _pump(items: Iterator[Item], channel: Channel[Item]) -> None:
+    """Put each item into the channel until it is closed; at the end its end, or the error."""
     try:
         for item in items:
             if not channel.put(item):

@@ -149,6 +149,7 @@ class RayRows:
         ends = list(accumulate(rows))
         if not ends or not ends[-1]:
             raise InputError(f"{self.name}: the dataset has no rows")
+        # the actor was lost and made again: positions in the data count rows as they were
         if self._rows is not None and self._rows != ends:
             raise RunError(f"{self.name}: made again, the dataset has other blocks: its rows must not depend on chance")
         self._rows = ends
@@ -182,8 +183,10 @@ def _packed(make: Callable[[], Any]) -> bytes:
     module = sys.modules.get(make.__module__)
     installed = [Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib", "stdlib")]
     path = Path(getattr(module, "__file__", None) or sys.prefix)
+    # a function of an installed package is pickled by its name, which workers can import
     if module is None or any(path.is_relative_to(folder) for folder in installed):
         return bytes(cloudpickle.dumps(make))
+    # by value for this one pickling: registered for good, other pickles would carry the file too
     cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(make))

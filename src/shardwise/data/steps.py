@@ -29,11 +29,11 @@ class Steps:
 
     source: Source
     order: Order
-    batch_size: int
-    accumulate: int = 1
-    data_rank: int = 0
+    batch_size: int  # samples of a step, over all ranks
+    accumulate: int = 1  # micro-batches of a step
+    data_rank: int = 0  # this rank's place among those that samples are dealt to
     data_ranks: int = 1
-    drop_last: bool = False
+    drop_last: bool = False  # leave out an epoch's last batch where it is short
     draws: bool | None = None  # whether reading draws; False: generators are left alone, as a thread must
     whole: bool = False  # read the whole batch, and keep this rank's parts
 
@@ -77,6 +77,7 @@ class Steps:
         return (parts, following) if following.whole == self.whole else following.read(start, stop)
 
     def _having(self, drawn: ReadDraws) -> Steps:
+        """Returns these steps, read as what was seen to draw needs it."""
         return replace(
             self,
             draws=self.draws or drawn.by_sample or drawn.together or None,

@@ -124,10 +124,13 @@ def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> A
     """Returns the mapped .npy file or the zarr array, (samples, ...), that takes the outputs; rank 0 creates it."""
     state, kind = engine.state, torch.empty(0, dtype=output.dtype).numpy().dtype
     shape = (samples, *output.shape[1:])
+    # .zarr takes any box, .npy one mapping of the whole file
     if path.suffix == ".zarr":
         zarr = _zarr()
+        # one rank creates the store, and the others open what it made once all have met
         if engine.rank == 0:
             sizes = {dim: _chunk(owners) for _, dim, owners in cuts_of(output)}
+            # a chunk as large as a rank's block: no two ranks write into one chunk
             chunks = [1, *(sizes.get(dim, max(n, 1)) for dim, n in enumerate(shape) if dim)]
             names = ["sample", *(f"dim_{dim}" for dim in range(1, len(shape)))]
             zarr.open_group(str(path), mode="w").create_array(
@@ -142,6 +145,7 @@ def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> A
 
 
 def _zarr() -> Any:
+    """Returns the module zarr; `InputError`, with how to get it, where it is not installed."""
     try:
         import zarr
     except ImportError as error:
@@ -155,7 +159,9 @@ def _write(file: Any, first: int, output: torch.Tensor) -> None:
     for name, dim, owners in cuts_of(output):
         places[dim] = places[dim][owners.indices(_index(output, name))]
     places[0] = places[0] + first
+    # a rank with fewer rows than others may hold nothing of this batch
     if all(len(place) for place in places):
+        # contiguous ranges are written as slices, which stores write whole; others index by index
         runs = all(place[-1] - place[0] + 1 == len(place) for place in places)
         where: Any = tuple(slice(place[0], place[-1] + 1) for place in places) if runs else np.ix_(*places)
         file[where] = taken_apart(output).cpu().numpy()

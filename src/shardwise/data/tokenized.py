@@ -45,6 +45,7 @@ def tokenized(
 
 
 def _name(files: list[Path], tokenizer: Tokenizer) -> str:
+    """Returns a name for the tokens of these files: of the tokenizer, and of their paths, sizes and times."""
     digest = hashlib.sha256(f"{FORMAT} {tokenizer.mark}".encode())
     for file in files:
         about = file.stat()

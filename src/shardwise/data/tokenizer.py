@@ -94,6 +94,7 @@ def _from_folder(path: Path) -> Tokenizer:
         tokenizer = Theirs.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{file} is not a tokenizer: {error}") from error
+    # settings of whoever saved the file, which would cut or fill documents here
     tokenizer.no_truncation()
     tokenizer.no_padding()
     configured_end = _told_end(file.parent, tokenizer)
@@ -110,6 +111,7 @@ def _told_end(folder: Path, tokenizer: Any) -> int | None:
         token = token.get("content")
     if isinstance(token, str):
         number = tokenizer.token_to_id(token)
+        # documents would run into each other without a word
         if number is None:
             raise InputError(f"{folder / 'tokenizer_config.json'}: eos_token {token!r} is not in {folder / FILE}")
         return number

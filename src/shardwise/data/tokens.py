@@ -43,6 +43,7 @@ class TokenSource:
         self.span = (0, int(self._ends[-1]) if len(self._ends) else 0)
 
     def _open(self) -> None:
+        """Map the files and count their windows; `InputError` for one that is too short for any."""
         self.files = [_mapped(path, self.dtype) for path in self.paths]
         windows = [max(0, (len(tokens) - 1) // self.seq_len) for tokens in self.files]
         for path, tokens, count in zip(self.paths, self.files, windows, strict=True):
@@ -87,6 +88,7 @@ class TokenSource:
         return {"tokens": torch.from_numpy(rows)}
 
     def _check(self, row: np.ndarray, file: int, start: int) -> None:
+        """Raise `InputError` where a token of the row lies beyond the vocabulary."""
         if self.vocab is None:
             return
         beyond = np.flatnonzero((row >= self.vocab) | (row < 0))
@@ -107,6 +109,7 @@ class TokenSource:
 def _mapped(path: Path, dtype: str) -> np.ndarray:
     """Returns a file's tokens, mapped, (N,) of an integer dtype: a .npy file's own, `dtype` of a raw one."""
     try:
+        # .npy says its dtype itself; a raw file has none, so its length must at least fit
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
@@ -116,8 +119,10 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
             tokens = np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} cannot be read as tokens: {error}") from error
+    # a matrix of tokens, or probabilities, would be read as one long text
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not a vector of whole numbers")
+    # the wrong width reads a raw file without any error: every second number is 0 then
     _refuse_half(path, tokens)
     return tokens
 

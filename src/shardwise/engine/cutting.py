@@ -215,6 +215,7 @@ def _holders(
     where = _Where(flow, stages)
     for name, param in module.named_parameters():
         used = [stage.index for stage in stages if id(param) in stage.parameters]
+        # unused on the look's samples (an expert without a token): it may be used on others, where its module ran
         holders[name] = ranks(used or where.of(module, param))
     _check_union(module, holders, stages, schedule)
     buffers = {}
@@ -258,11 +259,13 @@ def _check_union(
     module: nn.Module, holders: dict[str, tuple[int, ...]], stages: list[Stage], schedule: Schedule
 ) -> None:
     """Raise `RefusedPlan` for a parameter that no stage holds, and for a stage that has none to train."""
+    # such a parameter would be trained by nobody
     lost = [name for name, _ in module.named_parameters() if not holders.get(name)]
     if lost:
         raise RefusedPlan(f"parameters {lost[:3]} are on no pipeline stage")
     trained = {id(param) for param in module.parameters() if param.requires_grad}
     for stage in stages:
+        # by identity, as a frozen parameter does not count
         if not stage.parameters & trained:
             begins = f"at {stage.entry.call.label}" if stage.entry is not None else "at the start"
             raise RefusedPlan(
@@ -298,6 +301,7 @@ def _notices(cut: StagePlacement, notice: str) -> list[str]:
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     entries = [stage.entry.call for stage in cut.stages if stage.entry is not None]
+    # a stage may begin at a function of torch within a module's own code, which has no path
     begins = [call.path if call.own is None else call.label for call in entries]
     notices = [
         f"pipeline of {len(cut.stages)} stages on {cut.schedule.ranks} ranks, schedule {cut.schedule.name}; stages "

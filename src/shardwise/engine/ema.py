@@ -62,6 +62,7 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Exchange masters and averages, in place, and publish what the module computes with."""
         for master, average in zip(self._masters, self._averages, strict=True):
             kept = master.detach().clone()
             master.copy_(average)

@@ -81,6 +81,7 @@ def _shares(state: RankState, wholes: Mapping[str, torch.Tensor]) -> ValueOf:
 
 
 def _put(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a whole value into a parameter, or this rank's part of it."""
     # A complex weight may be held as pairs of real numbers.
     value = value if param.is_complex() else as_pairs(value)
     if isinstance(param, DTensor):

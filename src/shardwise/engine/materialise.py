@@ -79,9 +79,11 @@ def _refuse_unused(task: Task, built: Built) -> None:
 def told_of_drawn(built: Built) -> list[str]:
     """Returns a notice on parameters that are drawn beside others that come from a file, by patterns of their names."""
     new, stored = built.drawn()
+    # with all or none from files there is nothing to be surprised at
     if not new:
         return []
     patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in new)
+    # hundreds of patterns, one for each branch of a deep model: by their last names alone
     if len(patterns) > _MOST:
         patterns = Counter("*." + ".".join(name.split(".")[-3:]) for name in new)
     listed = [f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items()]

@@ -30,6 +30,7 @@ def shards_elsewhere(
     Raises `RefusedPlan` for a device that has memory of its own.
     """
     placed = placements(plan.offload, "parameters")
+    # weights on the host stay in memory there, whatever else moves
     if not placed or weights_on_host(plan.offload):
         return None
     if not on_host(mesh.device):
@@ -39,6 +40,7 @@ def shards_elsewhere(
         """Returns the file of the units' shards that move, as dealt; None, with a notice, where none does."""
         units = [_Unit(unit, sum(shard.numel() * shard.element_size() for shard in unit)) for unit in shards]
         (moving,) = dealt(units, placed)
+        # units move whole: a small fraction of a model with one large unit moves none
         if not any(unit.size for unit in moving):
             largest, total = max(unit.size for unit in units), sum(unit.size for unit in units)
             notices.append(

@@ -45,7 +45,7 @@ class Nature:
     """How an optimizer updates: its kind (one of `KINDS`), and the narrowest dtype that it computes in."""
 
     kind: str
-    narrow: torch.dtype | None
+    narrow: torch.dtype | None  # the narrowest dtype in which it computes; None: its parameters' own
     needs_closure: bool
 
     @property
@@ -68,6 +68,7 @@ class _NarrowDtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
+        # only a result of float64 inputs shows that the optimizer rounds to less
         wide = any(leaf.dtype == torch.float64 for leaf in tensors_in(args))
         for leaf in tensors_in(output) if wide else ():
             if leaf.is_floating_point() and leaf.dtype != torch.float64:
@@ -260,11 +261,13 @@ def refuse(
     tp, ep   a plan's degrees
     stages   of a pipeline
     """
+    # experts of other ranks are not gathered, so an update that needs more than its element has not enough
     if ep > 1 and nature.whole:
         raise RefusedPlan(
             f"ep={ep} leaves each rank some of the experts, and on a trial {named}'s update of an element hangs on "
             "the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
         )
+    # owners make whole tensors again under ZeRO, but not the other tensors that a joint update reads
     if (zero.state or tp > 1) and nature.kind == "joint":
         spread, instead = (
             (f"zero={zero.number}", "zero=0 (dp_replicate)") if zero.state else (f"tp={tp}", "dp_replicate")
@@ -273,6 +276,7 @@ def refuse(
             f"{spread} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends on the "
             f"others (or it needs a closure): use {instead}, or an optimizer that treats tensors one by one"
         )
+    # other stages' tensors lie on other ranks in any case
     if stages > 1 and nature.kind == "joint":
         raise RefusedPlan(
             f"on a trial {named}'s update of one tensor depends on the others, and pipeline stages hold different "

@@ -50,6 +50,7 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
     `RefusedPlan` where nothing tells how a tensor is made of what the ranks hold, `ShardwiseError` where a rank lost
     the state of its piece.
     """
+    # state in another tier is current only once its last move has ended well
     if state.tier is not None:
         state.tier.check()
     rows, tensors_of = _mine(state)
@@ -81,6 +82,7 @@ def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tenso
     # A share over tp or ep is whole to its technique, and a piece of the weight.
     masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in state.technique.slots]
     if state.owners is not None:
+        # an optimizer of whole matrices has its state on a weight's owner alone
         masters = [(state.names[index], master, True) for index, master in state.owners.masters.items()]
     rows, tensors_of = {}, {}
     for name, master, whole in masters:
@@ -153,7 +155,7 @@ def _leaves(
     homes = {slot.name: slot.master.device for slot in state.technique.slots}
 
     def leaf(index: int, name: str, place: int) -> Gathering:
-        """Begin to gather one tensor of a parameter's state: pieces are joined, an owner's is broadcast."""
+        """Returns the gathering of one tensor of a parameter's state: pieces are joined, an owner's is broadcast."""
         form, mine = forms[name], tensors_of.get(name, [])
         dtype, shape, _ = form.tensors[place]
         nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
@@ -176,6 +178,7 @@ def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
+    # as pairs: JSON would turn keys that are numbers into text
     if isinstance(value, dict):
         return {"dict": [[key, _encoded(item, tensors, name)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
@@ -190,6 +193,7 @@ def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
 
 def _decoded(template: Any, tensors: dict[int, torch.Tensor]) -> Any:
     """Returns the state that `_encoded` made JSON of, with `tensors` in the place of their numbers."""
+    # one key says what the node is
     ((kind, value),) = template.items()
     if kind == "tensor":
         return tensors[value]

@@ -263,7 +263,7 @@ def _compiled(block: nn.Module, path: str) -> Callable[..., Any]:
     ways = [torch.compile(forward, options=OPTIONS, dynamic=dynamic) for dynamic in (None, False)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _get_current_dispatch_mode_stack():
+        if _get_current_dispatch_mode_stack():  # the compiler would skip the block for good
             return forward(*args, **kwargs)
         written = [buffer._version for buffer in block.buffers()]
         try:

@@ -56,6 +56,7 @@ def own_collective(plan: Plan, op: str, place: str) -> RefusedPlan:
 
 
 def _refuse_sparse(module: nn.Module) -> None:
+    """Raise `RefusedPlan` for a parameter or buffer that is not dense."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is not torch.strided:
             raise RefusedPlan(
@@ -90,6 +91,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
     for shared in spans.values():
         for place, (start, stop, name, trained) in enumerate(shared):
             for other_start, other_stop, other, other_trained in shared[:place]:
+                # two frozen tensors may share: nothing writes into them
                 if start < other_stop and other_start < stop and (trained or other_trained):
                     raise RefusedPlan(
                         f"'{name}' shares memory with '{other}' without being the same tensor, so that training one "

@@ -81,6 +81,7 @@ def derive_cuts(
 
 def describe(task: Task, plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns (a dict for each parameter, a dict of totals) of a plan's cuts of weights, without ranks, for display."""
+    # an empty table would read as if nothing could be cut
     if plan.tp == 1:
         raise InputError(f"plan {plan} cuts no weights: give tp its degree")
     sample = few_samples(task, plan, Axis.alone("data"), torch.device("cpu"))

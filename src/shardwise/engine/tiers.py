@@ -127,12 +127,14 @@ def _draws(state: RankState) -> Callable[[nn.Parameter, Path], Draw]:
     index_of = {name: index for index, name in enumerate(state.names)}
     select = getattr(state.technique, "select", None)
     held = [(slot.name, slot.master, slot.shape) for slot in state.technique.slots]
+    # owners update whole tensors: there is no piece to select
     if state.owners is not None:
         held = [(state.names[index], master, master.shape) for index, master in state.owners.masters.items()]
         select = None
     where: dict[int, tuple[str, torch.Tensor]] = {}
     for name, master, shape in held:
         whole = torch.empty(shape, device="meta")
+        # an element's draw follows from its place in the whole tensor, so a piece has to know where it lies
         where[id(master)] = name, whole if select is None else select(index_of[name], whole, state.mesh.shard.index)
 
     def draws(param: nn.Parameter, path: Path) -> Draw:
@@ -148,13 +150,16 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
     offload = f"offload={state.plan.offload}" if placed or state.shards else ""
     as_made = "gradients=as_made" if state.plan.gradients == "as_made" else ""
     text = ",".join(filter(None, [offload, _narrow(state), as_made]))
+    # on a CPU the host's memory is the device's: nothing would be spared
     if not places.has_own_memory(state.device) and any(one.tier == "host" for one in placed):
         raise RefusedPlan(f"{text}: {places.IN_MEMORY.format('optimizer')}")
+    # such an optimizer changes weights on a switch, outside of a step, when its state would have to be there
     if has_mode(state.optimizer) and not on_host(state.device):
         raise RefusedPlan(
             f"{text}: {type(state.optimizer).__name__} is switched between training and evaluation, which changes "
             "weights by state that would lie elsewhere: leave optimizer out of offload"
         )
+    # which codes are right is tried with state on the device
     if _narrow(state) and weights_on_host(state.plan.offload):
         raise RefusedPlan(
             f"{text}: state lies beside weights on the host, where codes were not tried: leave {_narrow(state)} out"
@@ -163,6 +168,7 @@ def _refuse(state: RankState, placed: Sequence[Placement], makes: Sequence[Optim
         _refuse_split(state, placed)
     slots = state.technique.slots
     shapes, numbers = [slot.shape for slot in slots], [slot.master.is_complex() for slot in slots]
+    # sub-groups step one after the other: the optimizer must give the same bits so
     alike = not state.needs_closure and all(same_by_subgroups(make, shapes, numbers) for make in makes)
     if not alike:
         raise RefusedPlan(
@@ -251,6 +257,7 @@ def _check_host(state: RankState, dealt: Sequence[tuple[Placement, Sequence[Unit
 
 
 def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState) -> str:
+    """Returns the notice that a placement moves nothing, with the sizes that explain it."""
     largest, total = max(unit.size for unit in units), sum(unit.size for unit in units)
     return (
         f"offload={state.plan.offload}: nothing moves for {placement}: what moves together (a parameter's state, or "
@@ -260,6 +267,7 @@ def _nothing_moves(placement: Placement, units: Sequence[Unit], state: RankState
 
 
 def _place(placement: Placement, groups: list[Subgroup], state: RankState) -> Place:
+    """Returns where sub-groups of state lie: the host's memory, or a file."""
     if placement.tier == "host":
         return HostMemory(groups, state.device)
     disk = StateFile(groups, state.mesh.rank)

@@ -41,6 +41,7 @@ def _named_weights(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
             later[name] = value
     for own, whole in chain(full_parameters(state), full_buffers(state)):
         for name in names.get(own, ()):
+            # what stays in `later` is no tensor of the plan
             later.pop(name)
             yield name, whole.detach()
     # a module that a script's forward has made since is no part of the plan, and whole
@@ -113,6 +114,7 @@ class _Writer:
         return self._failure
 
     def _trying(self, change: Callable[[], None]) -> None:
+        """Make a change of the file; where it fails, note why and drop the file."""
         try:
             change()
         except (OSError, RefusedPlan) as error:

@@ -79,6 +79,7 @@ def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor) of trained parameters, and of frozen ones that ranks hold pieces of. Collective."""
     gatherings = {name: state.technique.full_parameter(index) for index, name in enumerate(state.names)}
     for name, param in state.module.named_parameters():
         if name in state.held_frozen:  # a forward may have thawed it since

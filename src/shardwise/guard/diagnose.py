@@ -66,12 +66,15 @@ def differ(first: IssuedCollective, other: IssuedCollective, places: bool = Fals
     """Returns how two collectives differ that must be the same, as text; "" where they do not."""
     if first.op != other.op:
         return "the operation"
+    # a dtype that one side's record lacks tells nothing
     if first.dtype and other.dtype and first.dtype != other.dtype:
         return "the dtype"
+    # gathers may have pieces of other sizes; of `_EVEN` all have the same
     if first.op in _EVEN and first.elements != other.elements:
         return "the shape"
     if first.tag != other.tag:
         return "its purpose"
+    # only where asked for: ranks may issue equal collectives from two branches of the code
     return "the place in the code" if places and first.place != other.place else ""
 
 
@@ -129,6 +132,7 @@ class RankWatch:
                 finding = _odd_one(kept, key, number, group)
                 if finding is not None:
                     return finding
+            # what the slowest has not issued yet is looked at again once it has
             self._compared[key] = min(last, min(issued.values()))
         return None
 
@@ -137,6 +141,7 @@ class RankWatch:
         stuck = {rank for rank, seen in ranks.items() if seen.waits_key and rank not in ended}
         missing = {rank: missing_of(ranks[rank], ranks) for rank in stuck}
         while True:
+            # who waits only for ranks that go on will go on too; and then who waits only for these
             free = {rank for rank in stuck if not any(other in stuck or other in ended for other in missing[rank])}
             if not free:
                 break
@@ -173,9 +178,11 @@ class RankWatch:
         """Returns a line on where ranks of this group first came from different places; [] where that is not kept."""
         members = {rank: seen for rank, seen in ranks.items() if key in seen.groups}
         last = min((seen.groups[key].issued for seen in members.values()), default=0)
+        # records hold the last `RING` collectives; before those nothing is kept
         for number in range(max(1, last - RING + 2), last + 1):
             entries = {rank: self.readers[rank].entry(seen.groups[key], number) for rank, seen in members.items()}
             places = {rank: entry.place for rank, entry in entries.items() if entry is not None}
+            # the first number that two came to differently is where their paths parted
             if len(set(places.values())) > 1:
                 words = "; ".join(f"rank {rank} from {place}" for rank, place in sorted(places.items()))
                 return [f"they came to number {number} of that axis from different places already: {words}"]

@@ -49,11 +49,11 @@ SIZE = _STRINGS_AT + STRING_BYTES
 class IssuedCollective:
     """One collective as a rank issued it. `place`: file:line of the user's code, else of ours."""
 
-    number: int
-    at: float
-    elements: int
+    number: int  # in its group, from 1
+    at: float  # seconds of the monotonic clock
+    elements: int  # of the tensor
     shape: str
-    tag: str
+    tag: str  # what it is for: "gradients", "control"
     place: str
     dtype: str
     op: str
@@ -92,16 +92,16 @@ class RankSnapshot:
 
     rank: int
     pid: int
-    state: int
-    beat: float
-    moved: float
-    events: int
-    phase: str
-    since: float
+    state: int  # RUNNING, DONE or FAILED
+    beat: float  # when a Python thread of it last ran; seconds of the monotonic clock
+    moved: float  # when it last made progress
+    events: int  # how often it has
+    phase: str  # of guard/points
+    since: float  # when the phase began
     step: int
     waits_since: float  # 0: it does not wait
-    waits_key: str
-    waits_number: int
+    waits_key: str  # the group in which it waits
+    waits_number: int  # for which of that group's collectives
     groups: dict[str, GroupRecord]
 
     @property
@@ -264,6 +264,7 @@ class Reader:
         (count,) = _I.unpack_from(memory, _AT["groups"])
         listed = [self._group(number) for number in range(count)]
         beat, moved = (_D.unpack_from(memory, _AT[name])[0] for name in ("beat", "moved"))
+        # read while the rank writes it: a number may be half-way
         key = listed[waits_group].key if waits and waits_group < count else ""
         return RankSnapshot(
             rank=rank, pid=pid, state=state, beat=beat, moved=moved,

@@ -112,9 +112,11 @@ def readable(dump: str, ends: tuple[str, ...], hidden: tuple[str, ...] = (), lef
     kept = []
     for block in dump.strip().split("\n\n"):
         lines = block.splitlines()
+        # a thread of torch's or of ours says nothing of the user's code
         if any(word in line for line in lines for word in hidden):
             continue
         lines = [line for line in lines if not any(word in line for word in left_out)]
         outer = [index for index, line in enumerate(lines) if any(end in line for end in ends)]
+        # from a frame of the launcher on, frames are ours; a stack of only those is shown whole
         kept.append("\n".join(lines[: outer[0]] if outer and outer[0] > 1 else lines))
     return "\n\n".join(kept)

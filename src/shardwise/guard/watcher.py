@@ -108,9 +108,11 @@ def _report(finding: Finding, alive: dict[int, int], folder: Path) -> None:
 
 def _end(alive: dict[int, int]) -> None:
     """Send SIGTERM, then SIGKILL, to the ranks of this host."""
+    # TERM first, which lets a rank say where it was; KILL for what does not answer
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in alive.values():
             if _lives(pid):
+                # it may end between the look and the signal
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
         until = time.monotonic() + TERM_S

@@ -131,6 +131,7 @@ def _check_names(weights: Engine | str | Path, config: Any) -> None:
     except TypeError as error:  # a wrapper around a model of transformers
         raise InputError(f"export: {kind.__name__} is no model of transformers that its configuration makes") from error
     own = dict(model.state_dict(keep_vars=True))
+    # tied weights have several names and are stored under one: by identity, the others do not lack
     stored = {id(own[name]) for name in names & own.keys()}
     missing = sorted(name for name, tensor in own.items() if name not in names and id(tensor) not in stored)
     unknown = sorted(names - own.keys())
@@ -144,6 +145,7 @@ def _check_names(weights: Engine | str | Path, config: Any) -> None:
 
 
 def _of_engine(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor) of weights and buffers. Collective."""
     yield from engine.full_parameters()
     kept = set(engine.module.state_dict())
     for name, buffer in engine.module.named_buffers():
@@ -152,6 +154,7 @@ def _of_engine(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _names_in(path: Path) -> set[str]:
+    """Returns the names of tensors in a safetensors file, or in the files of its index."""
     from safetensors import safe_open
 
     from shardwise.hf.folder_tensors import Checkpoint
@@ -219,6 +222,7 @@ class _Files:
         self.dtype: torch.dtype | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add one tensor; writes a file once `file_bytes` are waiting."""
         if self.waiting and self.waiting_bytes + tensor.nbytes > self.file_bytes:
             self._write()
         self.waiting[name] = tensor
@@ -227,6 +231,7 @@ class _Files:
             self.dtype = tensor.dtype
 
     def _write(self) -> None:
+        """Write the waiting tensors as one file of the folder."""
         from safetensors.torch import save_file
 
         save_file(self.waiting, str(self.folder / f"part-{len(self.names)}"), metadata={"format": "pt"})
@@ -250,6 +255,7 @@ class _Files:
 
 
 def _save_config(config: Any, folder: Path, architecture: Any, dtype: torch.dtype | None) -> None:
+    """Write config.json as transformers does, with architecture and dtype as they were saved."""
     config.save_pretrained(str(folder))
     path = folder / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))
@@ -262,6 +268,7 @@ def _save_config(config: Any, folder: Path, architecture: Any, dtype: torch.dtyp
 
 
 def _copy_others(source: Any, folder: Path) -> None:
+    """Copy the files beside weights and configuration (tokenizer, template) from the folder that was loaded."""
     if not isinstance(source, str | Path):
         return
     for path in Path(source).iterdir():

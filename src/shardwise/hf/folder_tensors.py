@@ -81,6 +81,7 @@ class Checkpoint:
 
 def _files(folder: Path) -> dict[str, str]:
     """Returns {tensor: name of its file} of a folder."""
+    # an index, where weights are in several files; else one file without one
     if (folder / INDEX).exists():
         try:
             found = json.loads((folder / INDEX).read_bytes())["weight_map"]
@@ -91,6 +92,7 @@ def _files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(of_safetensors(folder / SINGLE).tensors, SINGLE)
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give one with config.json and {SINGLE}")
+    # a pickle is not read, as it may run code: the message names the way out
     pickled = next(folder.glob("*.bin"), None)
     hint = (
         f"; {pickled.name} is a pickle, which is not read: load it once with from_pretrained and save it with "

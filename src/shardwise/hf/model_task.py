@@ -43,6 +43,7 @@ def task(source: Any, head: str = "causal-lm", *, new: bool = False, **fields: A
     model = fields.pop("model", None)
     if isinstance(source, str | Path):
         fields.setdefault("weights", Weights(source, config, None if model is not None else head, new))
+    # `model` wraps the folder's own model; one that takes nothing makes a model by itself
     if model is not None and _takes_one(model):
         model = partial(_wrapped, model, build)
     of_head = settings(config, head)

@@ -49,22 +49,27 @@ def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    # transformers before 5 keeps these tables elsewhere, or not at all
     except ImportError as error:
         raise InputError(f"this transformers does not tell how it names tensors ({error}): version 5 does") from error
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    # a converter merges or cuts tensors; each of its patterns names one of them
     by_pattern = {pattern: transform for transform in converters for pattern in transform.source_patterns}
     shapes, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, list[tuple[str, str | None]]] = {}
+    # in natural order: the layers' numbers must come as the model has them
     for key in sorted(checkpoint.files, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         groups.setdefault(target, []).append((key, pattern))
     recipes: dict[str, Recipe] = {}
     for target, sources in groups.items():
+        # all of a target's sources come from one transform
         pattern = sources[0][1]
         recipe = Recipe(target, tuple(sources), by_pattern[pattern] if pattern is not None else None, {})
         outlines = {key: checkpoint.outline(key) for key, _ in sources}
+        # without a converter the tensor is only renamed, and keeps its shape
         made = {target: outlines[sources[0][0]]} if recipe.converter is None else recipe.convert(outlines, model)
         recipe.shapes.update({name: outline.shape for name, outline in made.items()})
         recipes |= dict.fromkeys(made, recipe)

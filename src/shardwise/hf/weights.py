@@ -104,6 +104,7 @@ class Weights:
         return recipes
 
     def _refuse(self, recipes: dict, missing: list[str], left: list[str], count: int) -> None:
+        """Raise `InputError` where the folder's tensors are not the model's: none, or `missing` ones of `count`."""
         if not recipes:
             raise InputError(f"{self.folder} holds none of the model's tensors: it is another model's")
         if missing and not self.new:

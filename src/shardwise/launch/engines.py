@@ -62,10 +62,12 @@ def engine(name: str) -> LaunchEngine:
 
 def files_of(chosen: LaunchEngine, job: LaunchJob) -> dict[str, str]:
     """Returns the job's files by name; `InputError` for what the engine cannot take, or a secret in a text."""
+    # a field of an engine that does not take it would be dropped silently
     for field in OPTIONAL:
         if getattr(job, field) and field not in chosen.takes:
             takers = ", ".join(name for name in ENGINES if field in engine(name).takes)
             raise InputError(f"{option(field)} is not for {chosen.name}: it is for {takers}")
+    # what an engine cannot find out by itself
     for field, remedy in chosen.needs:
         if not getattr(job, field):
             raise InputError(f"{chosen.name} needs {option(field)}: {remedy}")

@@ -141,6 +141,7 @@ def _pod(job: LaunchJob, command: list[str]) -> dict[str, Any]:
 
 
 def _resources(job: LaunchJob) -> dict[str, Any]:
+    """Returns the resources of one pod; {} where nothing is asked for."""
     limits: dict[str, Any] = {}
     if job.accelerated:
         limits[job.accelerator or "nvidia.com/gpu"] = job.per_node

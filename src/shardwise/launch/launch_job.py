@@ -100,13 +100,17 @@ def grid(plan: Plan, nodes: int | None, per_node: int | None, cluster: Cluster |
     Without `per_node` a node has the cluster's devices, else as many ranks as `nodes` leave, at most 8.
     """
     world = plan.world_size
+    # the innermost tier is a node's devices; of a cluster of one node all of them
     devices = None if cluster is None else (cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size)
     if cluster is not None and world > cluster.world_size:
         raise InputError(f"plan {plan} has {world} ranks, and {cluster} has {cluster.world_size} devices: {_SMALLER}")
+    # nodes as asked for, if ranks divide over them
     if per_node is None and nodes is not None and world % nodes == 0:
         per_node = world // nodes
+    # else a node's devices, which every cluster text names
     if per_node is None:
         per_node = min(world, devices or USUAL_NODE)
+    # a rank has a device of its own
     if devices is not None and per_node > devices:
         raise InputError(
             f"{per_node} ranks on a node, and a node of {cluster} has {devices} devices: each rank needs one of its "
@@ -131,12 +135,14 @@ _SMALLER = "`shardwise plan` with this cluster proposes plans that fit"
 
 def job_name(asked: str | None, target: str) -> str:
     """Returns the job's name: as asked, which must be one that every engine takes, else made from the target."""
+    # what the user chose must be taken everywhere, since the command to ask about the job has it too
     if asked is not None:
         if not _NAME.fullmatch(asked) or len(asked) > MOST_NAME:
             raise InputError(
                 f"--name {asked!r}: every engine takes small letters, digits and '-' between them, at most {MOST_NAME}"
             )
         return asked
+    # "file.py:task" and "module:task"; a .toml or .py of a task is its name
     stem, _, task = target.rpartition(":") if not target.endswith((".py", ".toml")) else (target, "", "")
     words = f"{Path(stem).stem}-{task}" if stem and task else Path(target).stem
     name = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:MOST_NAME].strip("-")

@@ -27,9 +27,11 @@ def leaves_node(degree: int, stride: int, per_node: int) -> bool:
 
 def map_lines(plan: Plan, nodes: int, per_node: int, cluster: Cluster | None = None) -> list[str]:
     """Returns lines of text: the nodes with their ranks, then each axis and the link that it goes over."""
+    # of many nodes the first two and the last: the pattern shows there
     shown = range(nodes) if nodes <= FEW else (0, 1, nodes - 1)
     lines = ["ranks on nodes:"]
     for node in shown:
+        # "..." before the last one
         if node == nodes - 1 > FEW - 1:
             lines.append("  ...")
         first, last = node * per_node, (node + 1) * per_node - 1
@@ -39,6 +41,7 @@ def map_lines(plan: Plan, nodes: int, per_node: int, cluster: Cluster | None = N
     if rows:
         lines.append("axes, innermost first:")
     for axis, degree, stride in rows:
+        # an axis that stays within a node goes over its fast links
         crosses = nodes > 1 and leaves_node(degree, stride, per_node)
         lines.append(f"  {axis:12} {degree:5} ranks, {stride} apart, {_link(degree, stride, crosses, cluster)}")
     return [*lines, *_slow(plan, nodes, per_node)]
@@ -58,6 +61,7 @@ def _shared_coordinates(plan: Plan, first: int, last: int) -> str:
 
 
 def _link(degree: int, stride: int, crosses: bool, cluster: Cluster | None) -> str:
+    """Returns where the ranks of an axis talk, and over which link, as text."""
     where = "between nodes" if crosses else "inside a node"
     if cluster is None:
         return where

@@ -23,6 +23,7 @@ NODE_RANK, FIRST = '"$SKYPILOT_NODE_RANK"', '"$(echo "$SKYPILOT_NODE_IPS" | head
 def _render(job: LaunchJob) -> dict[str, str]:
     """Returns {file name: YAML} of a managed job."""
     recovery = {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [Stopped.exit_code]}
+    # a job that goes on is started again on its own, at its exit code too
     resources: dict[str, Any] = {**_accelerators(job), **({"job_recovery": recovery} if job.goes_on else {})}
     if job.cpus_per_rank:
         resources["cpus"] = f"{job.per_node * job.cpus_per_rank}+"
@@ -32,6 +33,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
         "name": job.name,
         "num_nodes": job.nodes,
         "workdir": ".",
+        # empty sections would say that there is none, where the engine has its own defaults
         **({"resources": resources} if resources else {}),
         **_mounts(job),
         **({"envs": job.written} if job.written else {}),
@@ -43,6 +45,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _accelerators(job: LaunchJob) -> dict[str, Any]:
+    """Returns {"accelerators": "H100:8"}, by SkyPilot's name of the device; {} for CPUs."""
     if not job.accelerated:
         return {}
     name = job.accelerator or job.device_name.partition("-")[0].upper()

@@ -19,9 +19,11 @@ def _lines(value: Any, indent: int) -> list[str]:
     pad, lines = "  " * indent, []
     if isinstance(value, dict):
         for key, inner in value.items():
+            # a plain key would be read as a number or a truth value by YAML's rules
             lines += _entry(f"{pad}{key if _PLAIN.fullmatch(key) else json.dumps(key)}:", inner, indent)
         return lines
     for inner in value:
+        # a mapping in a list begins on the line of its dash
         if isinstance(inner, dict) and inner:
             first, *rest = _lines(inner, indent + 1)
             lines += [f"{pad}- {first.lstrip()}", *rest]
@@ -31,8 +33,10 @@ def _lines(value: Any, indent: int) -> list[str]:
 
 
 def _entry(head: str, value: Any, indent: int) -> list[str]:
+    """Returns the lines of one value behind its key or dash (`head`)."""
     if isinstance(value, dict | list) and value:
         return [head, *_lines(value, indent + 1)]
+    # as a literal block, so that the text is readable
     if isinstance(value, str) and "\n" in value:
         pad = "  " * (indent + 1)
         return [f"{head} |", *(f"{pad}{line}" if line else "" for line in value.rstrip("\n").split("\n"))]

@@ -64,6 +64,7 @@ class BatchPieces:
 
         def within(low: int, high: int) -> list[Run]:
             count = sum(leaf in mine for leaf in range(low, high))
+            # all leaves below are this rank's: the node's sum is its own
             if count == high - low:
                 return [(low, high)]
             part = middle(low, high)

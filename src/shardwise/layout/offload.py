@@ -42,6 +42,7 @@ def placements(text: str, state: str = "") -> tuple[Placement, ...]:
     """Returns the `Placement`s that a plan's `offload` text says, of one class or all; `InputError` for other text."""
     if text == "none":
         return ()
+    # asked for by class: parsed as a whole first, since weights on the host move other classes too
     if state:
         return tuple(placement for placement in placements(text) if placement.state == state)
     if not isinstance(text, str):
@@ -49,6 +50,7 @@ def placements(text: str, state: str = "") -> tuple[Placement, ...]:
     parts = tuple(_placement(piece.strip(), text) for piece in text.split("|"))
     if len({(part.state, part.tier) for part in parts}) < len(parts):
         raise InputError(f"plan: offload={text} names a class twice for one tier: give one fraction for each")
+    # several tiers of one class share it
     for state in CLASSES:
         total = sum(part.fraction for part in parts if part.state == state)
         if total > 1 + 1e-9:
@@ -58,11 +60,14 @@ def placements(text: str, state: str = "") -> tuple[Placement, ...]:
 
 def _with_weights(parts: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """Returns the placements; where weights lie on the host, with gradients and the rest of the state there too."""
+    # on a disk weights move alone; on the host the update runs where they lie
     if not any((part.state, part.tier) == ("parameters", "host") for part in parts):
         return parts
+    # the optimizer's state goes with them, but for what a disk has; where the user put it does not matter
     others = [part for part in parts if (part.state, part.tier) not in (("optimizer", "host"), ("gradients", "host"))]
     left = 1 - sum(part.fraction for part in others if part.state == "optimizer")
     state = [Placement("optimizer", "host", left)] if left > 1e-9 else []
+    # at the place where the weights stand, so that a plan's text keeps its order
     after = 1 + next(place for place, part in enumerate(others) if (part.state, part.tier) == ("parameters", "host"))
     return (*state, *others[:after], Placement("gradients"), *others[after:])
 
@@ -92,6 +97,7 @@ def _placement(part: str, text: str) -> Placement:
     state, *rest = part.split(":")
     if state not in CLASSES:
         hint = did_you_mean(state, list(CLASSES)) or f"; {ours_of('cpu_offload')}"
+        # "disk" alone means the optimizer's state, nearly always
         if state in TIERS:
             hint = f"; write offload=optimizer:{state}"
         raise InputError(f"plan: offload={text}: {state or 'nothing'} is not one of none, {', '.join(CLASSES)}{hint}")
@@ -107,6 +113,7 @@ def _placement(part: str, text: str) -> Placement:
 
 
 def _fraction(word: str, text: str) -> float:
+    """Returns a fraction of the text `offload=...`; `InputError` unless it is above 0 and at most 1."""
     try:
         fraction = float(word)
     except ValueError:

@@ -115,8 +115,10 @@ def ours_of(word: str, value: str = "") -> str | None:
     ours = _of(OURS_OF, word)
     if ours is None or not value:
         return ours
+    # "zero_stage=2" has a row of its own for each value
     if word.lower().endswith("stage") and value.isdecimal():
         value = f"zero_{value}"
+    # "tensor_parallel_size=8" fills the one N of "tp=N"; of two letters it is not clear which is meant
     elif value.isdecimal() and ours.count("N") == 1 and "M" not in ours:
         return ours.replace("=N", f"={value}")
     return _of(OURS_OF, value) or ours

@@ -163,12 +163,14 @@ class Plan:
             raise InputError(f"plan: pp must be a whole number of at least 1, got {self.pp!r}")
         if isinstance(self.stages, str):
             object.__setattr__(self, "stages", tuple(filter(None, self.stages.split("|"))))
+        # a plan made in Python or read from TOML may bring anything
         if not isinstance(self.stages, tuple) or not all(isinstance(path, str) and path for path in self.stages):
             raise InputError(f"plan: stages must be module paths, such as layers.3|layers.6, got {self.stages!r}")
         if self.pp > 1 and self.schedule == "none":
             object.__setattr__(self, "schedule", "1f1b")
         if self.stages_per_rank == -1:
             object.__setattr__(self, "stages_per_rank", self._usual_stages)
+        # both given: neither may win silently
         if self.stages and self.stages_per_rank != self._usual_stages:
             raise InputError(
                 f"plan: stages names {len(self.stages)} places, which make {self._usual_stages} stages for each of "
@@ -235,6 +237,7 @@ class Plan:
         A mapping of keys and values, its text, or a `Plan` is taken too.
         """
         text = mapping_in(text)
+        # a plan, a mapping and a file are taken wherever text is
         if isinstance(text, Plan):
             return text
         if isinstance(text, Mapping):
@@ -246,6 +249,7 @@ class Plan:
             return cls.from_toml(Path(at_home(text)))
         if text in ("", "single"):
             return cls()
+        # "dp_shard=2 zero=3": without the comma all of it would be one value
         if (missing := missing_comma(text)) is not None:
             raise InputError(f"plan: {text!r}: {missing}")
         values: dict[str, Any] = {}
@@ -253,6 +257,7 @@ class Plan:
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
                 raise InputError(f"plan: {no_pair(part.strip(), text)}")
+            # the second would win silently
             if name in values:
                 raise InputError(f"plan: {name} is given twice in {text!r}")
             values[name] = _from_text(name, value)
@@ -340,10 +345,12 @@ def mapping_in(value: Any) -> Any:
     """Returns the mapping that a text in braces is, as Python or JSON writes it; another value as it is."""
     if not (isinstance(value, str) and value.strip().startswith("{")):
         return value
+    # JSON first: `true` is no Python
     for read in (json.loads, ast.literal_eval):
         try:
             found = read(value.strip())
         except (ValueError, SyntaxError):
+            # `{}` of other contents (a set) is left to the caller's message
             continue
         if isinstance(found, dict) and all(isinstance(key, str) for key in found):
             return found
@@ -384,6 +391,7 @@ def _from_text(key: str, value: str) -> Any:
 
 
 def _to_text(key: str, value: Any) -> str:
+    """Returns a value of a plan as its text form has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -398,6 +406,7 @@ def no_pair(part: str, text: str) -> str:
     # "tp4" or "tp_4"
     names, number = [field.name for field in fields(Plan)], re.fullmatch(r"([a-z_]+?)_?(\d+)", part)
     advice = ""
+    # most certain first: a pasted sign that looks like = explains the part whatever else it resembles
     if (sign := no_keyboard(text)) and "=" not in part:
         advice = sign
     elif part.endswith((".json", ".yaml", ".yml")):
@@ -425,9 +434,11 @@ def no_pair(part: str, text: str) -> str:
 
 def nearest_key(word: str, value: str = "") -> str:
     """Returns the end of a message on an unknown key: the nearest key, or all keys."""
+    # "bf16=true": the word is a value of one of our keys
     key = next((name for name, choices in CHOICES.items() if word in choices), None)
     if key is not None and value.lower() in ("true", "1"):
         return f"; write {key}={word}"
+    # then what other tools call it, then the spelling
     if (ours := ours_of(word, value)) is not None:
         return as_ours(ours)
     names = [field.name for field in fields(Plan)]

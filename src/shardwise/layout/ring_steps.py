@@ -30,8 +30,8 @@ Contents = tuple[tuple[frozenset[int], ...], ...]  # rank, piece -> ranks whose 
 class Send:
     """One message: a piece (1/n of the bytes) from a rank to another."""
 
-    source: int
-    target: int
+    source: int  # rank
+    target: int  # rank
     piece: int
 
 
@@ -40,7 +40,7 @@ class RingStep:
     """Messages that go at the same time, and what every rank has after them."""
 
     sends: tuple[Send, ...]
-    contents: Contents
+    contents: Contents  # by rank and piece
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Ring:
 
     op: str
     ranks: int
-    start: Contents
+    start: Contents  # what each rank has before the first step
     steps: tuple[RingStep, ...]
 
     def received(self) -> list[float]:
@@ -98,12 +98,14 @@ def _frozen(contents: list[list[frozenset[int]]]) -> Contents:
 
 
 def _sends(op: str, n: int) -> list[list[Send]]:
-    """Returns the messages of each step."""
+    """Returns, for each step, its messages, `Send(from rank, to rank, piece)`, of `op` over `n` ranks."""
     every = range(n)
     scatter = [[Send(r, (r + 1) % n, (r - s - 1) % n) for r in every] for s in range(n - 1)]
     gather = [[Send(r, (r + 1) % n, (r - s) % n) for r in every] for s in range(n - 1)]
+    # along a chain, piece by piece: rank r sends the piece that it received a step before
     if op == "broadcast":
         return [[Send(r, r + 1, s - r) for r in range(n - 1) if 0 <= s - r < n] for s in range(2 * n - 2)]
+    # in step s each rank sends to the one s places further, so that no two send to the same
     if op == "all_to_all":
         return [[Send(r, (r + s) % n, (r + s) % n) for r in every] for s in range(1, n)]
     return {"all_reduce": scatter + gather, "reduce_scatter": scatter, "all_gather": gather}[op]
@@ -123,6 +125,7 @@ def as_text(drawn: Ring) -> str:
 
 
 def _table(title: str, sends: tuple[Send, ...], values_of: Contents) -> list[str]:
+    """Returns the lines of one step as text: its messages, then what each rank has of each piece."""
     wide = max(4, len(values_of) + 1)
     messages = "  ".join(f"{s.source}→{s.target}:{_letter(s.piece)}" for s in sends)
     head = " " * 8 + "".join(f"{_letter(piece):<{wide}}" for piece in range(len(values_of)))
@@ -187,6 +190,7 @@ def _y(rank: int) -> int:
 
 
 def _boxes(rank: int, row: tuple[frozenset[int], ...], n: int) -> str:
+    """Returns SVG: a box for each piece that a rank has, darker with the number of ranks whose values are in it."""
     boxes = []
     for piece, values in enumerate(row):
         shade = 1 - 0.75 * len(values) / n if values else 1.0
@@ -200,6 +204,7 @@ def _boxes(rank: int, row: tuple[frozenset[int], ...], n: int) -> str:
 
 
 def _arrow(send: Send, n: int) -> str:
+    """Returns SVG: an arrow beside the boxes from a rank to another, with the piece's letter."""
     x = 80 + n * BOX + 10
     start, end = _y(send.source) + BOX / 2, _y(send.target) + BOX / 2
     away = abs(send.target - send.source)

@@ -192,12 +192,14 @@ class Kind:
 
     def misfit(self, p: int, m: int, v: int) -> str | None:
         """Returns why there is no such schedule for these numbers; None where there is."""
+        # a V goes down the ranks and back, so each has two stages
         if self.placed == "v" and v != 2:
             return f"has two stages on each rank, not {v}"
         if self.placed == "around" and v < 2:
             return "needs two stages or more on each rank: give stages_per_rank=, name them with stages=, or use 1f1b"
         if self.placed == "one" and v != 1:
             return f"has one stage on each rank, not {v}: use interleaved1f1b"
+        # each round fills the pipeline once
         if self.placed == "around" and m % p:
             return f"sends micro-batches through in rounds of pp={p}: microbatches={m} is not a multiple of it"
         if m < self.least(p):

@@ -50,7 +50,7 @@ class Times:
 class Schedule:
     """The order of ops on each rank. `rows[r]` is rank r's; `owner[s]` is the rank of stage s."""
 
-    name: str
+    name: str  # of schedule_kinds
     microbatches: int
     owner: tuple[int, ...]
     rows: tuple[tuple[Op, ...], ...]
@@ -99,8 +99,10 @@ class Schedule:
         at: dict[float, list[Sent]] = {}
         for op, (_, end) in self.timeline().items():
             goal = op.stage + 1 if op.kind == "F" else op.stage - 1
+            # weights' gradients (W) are sent to nobody; neighbours on one rank share memory
             if op.kind != "W" and 0 <= goal < len(self.owner) and self.owner[goal] != self.owner[op.stage]:
                 at.setdefault(end, []).append(("F" if op.kind == "F" else "B", op.stage, goal, op.microbatch))
+        # within one time by kind and stage, the same on every rank
         times = [sorted(at[end]) for end in sorted(at)]
         return tuple(
             tuple(mine for messages in times if (mine := tuple(m for m in messages if rank in self._ends(m))))
@@ -135,6 +137,7 @@ class Schedule:
         wanted: set[Op] = set()
         for stage in range(self.stages):
             for batch in range(self.microbatches):
+                # a backward is one op, or two: of inputs (I) and of weights (W)
                 whole = Op("B", stage, batch) in self._all
                 wanted |= {Op(kind, stage, batch) for kind in (("F", "B") if whole else ("F", "I", "W"))}
         if set(ops) != wanted:
@@ -172,6 +175,7 @@ class Schedule:
 
     @cached_property
     def _live(self) -> tuple[int, ...]:
+        """Returns, for each rank, the most micro-batches whose activations it holds at once."""
         most = []
         for row in self.rows:
             kept = peak = 0
@@ -207,6 +211,7 @@ def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
     """Returns all forwards, then all backwards, for any number of micro-batches, on stages that lie anywhere."""
     rows = []
     for rank in range(max(owner) + 1):
+        # a rank's forwards stage by stage, its backwards from the last stage on: right for any placement
         mine = [stage for stage, at in enumerate(owner) if at == rank]
         forwards = [Op("F", stage, i) for stage in mine for i in range(microbatches)]
         rows.append((*forwards, *(Op("B", stage, i) for stage in reversed(mine) for i in range(microbatches))))

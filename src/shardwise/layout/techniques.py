@@ -14,10 +14,10 @@ class Technique:
     name: str
     page: str
     plan: str
-    split: str
-    sent: str
-    needs: str
-    when: str
+    split: str  # what ranks have shares of
+    sent: str  # which messages go in a step, and how large
+    needs: str  # what must hold for it
+    when: str  # what it is chosen for
 
 
 TECHNIQUES = (

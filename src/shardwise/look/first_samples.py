@@ -165,6 +165,7 @@ class _Look:
             self.problems += self.share(seen.problems())
             if self.parts is None:
                 findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
+            # after a problem a difference of the parts would be its echo
             elif not self.problems:
                 self._compare(of_whole, *self._run_parts(self.parts, calls, pairs, left), self.parts)
             findings.draws = self.share(list(dict.fromkeys(_draw_text(draw.path, draw.op) for draw in self.drawn)))
@@ -232,10 +233,13 @@ class _Look:
         names = [name for name in differ if name in buffers]
         fits = {name: ways(buffers[name], left[name], [part[name] for part in by_parts], sizes, bar) for name in names}
         fits = {name: fitting for name, fitting in fits.items() if fitting}
+        # collective, so asked even where this rank has none; with one part there is nothing to join
         if not self.may_join or not self._anywhere(fits) or self.parts is None:
             return
+        # a second time from what the first forward left: a counter or a maximum may agree only from a fresh buffer
         start = {name: left[name] for name in fits}
         whole, *again = [self.run(batch, start=start)[2] for batch in (self.whole, *self.parts)]
+        # once more with two equal parts: where samples differ, marks of who came would add up by chance
         twice, equal = self.run(repeated(self.parts[0], [2] * sizes[0]))[2], [sizes[0]] * 2
         for name, fitting in fits.items():
             later = ways(start[name], whole[name], [part[name] for part in again], sizes, bar)
@@ -379,6 +383,7 @@ def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, part
 
 
 def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
+    """Returns [a sentence] on the first number that the whole's loss and the joined parts' have otherwise; else []."""
     for name, value in whole.numbers().items():
         other = joined.numbers().get(name, 0.0)
         if not added_up(name, whole, other, dtype):

@@ -59,6 +59,7 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
     elements = sum(param.numel() for param in module.parameters())
     if elements > MOST_ELEMENTS:
         raise Untried(f"{elements:.2g} parameters are many to hold in float64")
+    # a choice may by chance come out alike with one set of weights
     draws = DRAWS if elements <= MOST_DRAWN else 1
     count = samples_in(whole)
     alone = [slice_samples(whole, place, place + 1) for place in range(count)]

@@ -33,6 +33,7 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
     """
     home = CPU if weights_on_host(plan.offload) else mesh.device
     total = memory_bytes(home)
+    # nothing tells how much there is (no /proc): nothing is refused
     if total is None:
         return
     over = plan.tp * plan.ep * (mesh.shard.size if plan.sharded.weights else 1)
@@ -59,8 +60,10 @@ def check_host(needed: int, plan: Plan, mesh: Mesh) -> None:
     needed  bytes that this rank is about to allocate
     """
     rows = gather_json((socket.gethostname(), needed, host_memory()[1]), mesh.world, mesh.device)
+    # ranks of one host share its memory, so their needs add up
     for host in dict.fromkeys(name for name, _, _ in rows):
         sizes, free = zip(*((size, free) for name, size, free in rows if name == host), strict=True)
+        # a rank may be limited to less than its host has (a control group): the least counts
         left = min((size for size in free if size is not None), default=None)
         if left is not None and sum(sizes) > left:
             disk = "optimizer:disk|parameters" if weights_on_host(plan.offload) else "optimizer:disk"
@@ -92,6 +95,7 @@ def of_pairs(batch: Any, error: BaseException) -> str:
     asked = re.search(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)", str(error))
     tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     longest = max((size for tensor in tensors for size in tensor.shape[1:]), default=0)
+    # an accelerator's error has another text, and short samples have small masks
     if asked is None or longest < MANY:
         return ""
     size = float(asked[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(asked[2])

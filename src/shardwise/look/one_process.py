@@ -205,6 +205,7 @@ def _given_to(error: Exception) -> str:
         if frame.f_code.co_name == "forward" and isinstance(names.get("self"), nn.Module):
             # frames run from the outermost call inwards: the last forward is the one that raised
             layer, shapes = names["self"], [tuple(t.shape) for t in names.values() if isinstance(t, torch.Tensor)]
+    # a message with numbers tells sizes itself; a layer of the user's own has no settings that repr shows
     if layer is None or not type(layer).__module__.startswith("torch.nn.") or re.search(r"\d", str(error)):
         return ""
     return f" This is {layer}, given {', '.join(map(str, shapes))}"
@@ -272,6 +273,7 @@ class _TargetFirst(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
+            # a loss of torch failed: does it succeed with input and target in the other order?
             if len(args) > 1 and _arguments(func)[:2] == ["input", "target"]:
                 with suppress(Exception):
                     func(args[1], args[0], *args[2:], **(kwargs or {}))
@@ -293,6 +295,7 @@ def _helps(task: Task, precision: Precision, leaves: list[Any], spec: TreeSpec) 
 
 
 def _described(batch: Any) -> str:
+    """Returns what a batch is, in words, and how to take from it."""
     if isinstance(batch, torch.Tensor):
         return f"one tensor of shape {tuple(batch.shape)}, without names"
     if isinstance(batch, list | tuple):

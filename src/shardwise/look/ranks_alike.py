@@ -103,6 +103,7 @@ def elements(tensor: Any) -> torch.Tensor:
 
 
 def _weights_apart(step: int, apart: list[str], rank: int, first: int, remedy: str) -> RunError:
+    """Returns the error for weights that ranks should hold alike and do not."""
     return RunError(
         f"after step {step} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
         f"{rank} than on rank {first}, which hold the same: they are changed, or the optimizer's "
@@ -111,6 +112,7 @@ def _weights_apart(step: int, apart: list[str], rank: int, first: int, remedy: s
 
 
 def _buffer_apart(step: int, apart: list[str], rank: int, first: int, remedy: str) -> RefusedPlan:
+    """Returns the error for a buffer that ranks make of their own samples."""
     return RefusedPlan(
         f"after step {step} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
         f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "

@@ -105,6 +105,7 @@ def hold_replaced(task: Task, precision: Precision, built: Built, sample: Any) -
         names += [f"{path}.{leaf}" if path else leaf for module, leaf in met.values() if module is child]
     places = [param for child in built.module.modules() for param in child._parameters.values()]
     for module, leaf in met.values():
+        # a tied weight: in one process the replacement would untie the two from the first forward on
         if sum(param is module._parameters[leaf] for param in places) > 1:
             raise RefusedPlan(
                 f"the forward replaces parameter '{leaf}' of a {type(module).__name__} by another nn.Parameter, which "

@@ -48,10 +48,12 @@ def _held(module: nn.Module, functions: Iterable[Callable]) -> Iterator[tuple[st
     seen: set[int] = set()
     for path, child in module.named_modules():
         for name, value in vars(child).items():
+            # what every module has is torch's own
             if name not in _OF_TORCH:
                 yield from _tensors(f"{path}.{name}" if path else name, value, seen, _DEEP)
     for function in functions:
         if isinstance(function, FunctionType):
+            # a function's globals and closure: `HEAD` above; any other callable holds its tensors in attributes
             names = inspect.getclosurevars(function)
             for name, value in {**names.globals, **names.nonlocals}.items():
                 yield from _tensors(name, value, seen, _DEEP)
@@ -65,8 +67,10 @@ def _tensors(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple
         yield name, value
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{key}", param) for key, param in value.named_parameters())
+    # deep nests and circles: what code makes itself is not followed
     elif not deep or id(value) in seen:
         return
+    # large containers are data
     elif isinstance(value, CONTAINERS) and entries(value) <= MOST:
         seen.add(id(value))
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):

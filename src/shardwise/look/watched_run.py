@@ -140,9 +140,11 @@ class Runner:
 
         SyncBatchNorm in training would look for a CUDA device.
         """
+        # SyncBatchNorm in training asks for a GPU and for other ranks; in evaluation it is a plain batch norm
         syncing = [child for child in self.module.modules() if isinstance(child, SyncBatchNorm) and child.training]
         for child in syncing:
             child.training = False
+        # given statistics stand for those of all samples; else norms are found by what they do
         finder = self.statistics or FindBatchNorm(self.seen.running)
         if self.statistics is not None:
             self.statistics.running, self.statistics.syncing = self.seen.running, syncing
@@ -152,6 +154,7 @@ class Runner:
         finally:
             for child in syncing:
                 child.training = True
+            # noted also where the forward failed: the caller tries it another way
             self.seen.batch_norms += [norm for norm in finder.modules if norm not in self.seen.batch_norms]
             self.seen.norm_rows.append(finder.rows)
 
@@ -160,6 +163,7 @@ def _shapes_of(kept: Any) -> list[torch.Size]:
     """Returns the shapes of the tensors in a value: in lists, dicts and objects of the user's own classes too."""
     if isinstance(kept, torch.Tensor):
         return [kept.shape]
+    # own objects by their attributes, containers by their entries, anything else has none
     below = list(kept.values()) if isinstance(kept, dict) else list(iter(kept)) if isinstance(kept, CONTAINERS) else []
     return [shape for item in (vars(kept).values() if is_own(kept) else below) for shape in _shapes_of(item)]
 
@@ -357,7 +361,9 @@ def _refuse_transformed(path: str) -> None:
     It copies its weights into place when its forward begins, which derivatives forbid, and torch before 2.13 in every
     transform.
     """
+    # derivatives forbid what a unit does at its entry; a plain transform does in older versions of torch alone
     refused = differentiating() or (transforming() and not UNITS_IN_TRANSFORMS)
+    # units inside are named, so that the caller can choose larger ones; the root has no name
     if refused and path:
         raise InsideTransform(path)
     if refused:
@@ -387,6 +393,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == torch.Tensor.data.__set__:  # == since it is made anew at each access
             self.seen.keep_data(args[0])
+        # the fused kernel draws inside itself, where no mode sees it
         elif func is _ATTENTION and (args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p")):
             self.seen.attends = True
             with attention_as_ops():

@@ -40,10 +40,13 @@ def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYT
     A message ("send") is half of what it takes there and back. Of an odd number of nodes the last sends none.
     """
     rows: list[Between] = []
+    # each number of nodes that divides them: as many groups measure at once
     for count in divisors(len(nodes))[1:]:
+        # one rank of each node shares no link; all of them do
         for per_node in sorted({1, len(nodes[0])}):
             with _axis(groups(nodes, count, per_node)) as axis:
                 rows += _growing(device, axis, count, per_node, sizes)
+    # an odd node has no partner for messages
     with _axis(groups(nodes[: len(nodes) // 2 * 2], 2, 1)) as axis:
         if axis is not None:
             rows += [("send", 2, 1, size, us) for size, us in _messages(device, axis, sizes)]
@@ -53,6 +56,7 @@ def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYT
 def groups(nodes: Nodes, count: int, per_node: int) -> list[list[int]]:
     """Returns groups of ranks over `count` neighbouring nodes: of all their ranks, or of those at one place in each."""
     blocks = [nodes[at : at + count] for at in range(0, len(nodes), count)]
+    # all ranks of the nodes are one group; else ranks at the same place in each node are one
     if per_node == len(nodes[0]):
         return [[rank for node in block for rank in node] for block in blocks]
     return [list(ranks) for block in blocks for ranks in zip(*block, strict=True)]
@@ -82,6 +86,7 @@ def _growing(device: torch.device, axis: Axis | None, nodes: int, per_node: int,
 
 
 def _messages(device: torch.device, axis: Axis, sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """Returns (bytes, microseconds of one way) of messages there and back, until one takes longer than `LONG_US`."""
     rows: list[tuple[int, float]] = []
     for wanted in sizes:
         tensor = torch.zeros(max(1, wanted // 4), device=device)

@@ -44,6 +44,7 @@ def file_rates(groups: int, group_bytes: int) -> dict[str, float]:
 
 
 def _written_rate() -> float:
+    """Returns bytes a second that a synced file of 64 MiB takes."""
     data = os.urandom(2**20) * 64
     with tempfile.TemporaryFile() as file:
         began = time.perf_counter()

@@ -340,12 +340,14 @@ def text(cluster: Cluster) -> str:
     """Returns the cluster's figures as text."""
     d, tier = cluster.device, cluster.tiers[0]
     nodes = "" if len(cluster.tiers) == 1 else f"{cluster.tiers[1].count} nodes of "
+    # a device without a figure for float32 is shown by that of 16 bits
     rate = (d.fp32_tflops or d.bf16_tflops).value
     lines = [
         f"{cluster.name}",
         f"  {nodes}{tier.count} x {d.name}: {rate * 1e3:.4g} GFLOP/s of large fp32 products, "
         f"{d.memory_bandwidth_gbps.value:.3g} GB/s of memory, {d.memory_gb.value:.3g} GB for each rank",
     ]
+    # these are measured on some devices alone
     if d.op_us is not None and d.disk_gbps is not None:
         room = cluster.node.disk_gb
         free = "" if room is None else f", {room.value:.4g} GB free"
@@ -353,6 +355,7 @@ def text(cluster: Cluster) -> str:
     if d.factors:
         each = ", ".join(f"{kind} {factor:.3g}" for kind, factor in d.factors)
         lines.append(f"  ops inside a step take times those alone: {each}")
+    # one device has nobody to talk to
     if tier.count > 1:
         rate, wait = tier.gbps.value, tier.latency_us.value
         lines.append(f"  {tier.name}: {rate:.3g} GB/s of all-reduce, {wait:.3g} us for a small one")

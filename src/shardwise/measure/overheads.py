@@ -60,10 +60,13 @@ def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
     texts = {BASE: f"dp_replicate={ranks}"}
     if ranks > 1:
         texts |= {f"zero{stage.number}": f"dp_shard={ranks},zero={stage.number}" for stage in SHARDED}
+    # an odd number of ranks has no halves to cut weights or stages over
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
         texts |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
+    # quick: techniques that cost as another does are left out and take its row
     texts = {name: plan for name, plan in texts.items() if not (quick and name in ALIKE)}
+    # and once more with draws followed, for those that have a row at all
     texts |= {name + DRAWS: texts[name] for name in (DRAWN[:1] if quick else DRAWN) if name in texts}
     return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in texts.items()}
 
@@ -171,6 +174,7 @@ def steps_within(left_s: float, step_s: float) -> int:
 
 
 def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, int]:
+    """Returns (layout, trace, samples of a batch) of a reference task under a plan."""
     assert task.batch is not None
     samples = len(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
@@ -236,14 +240,17 @@ def fit(
     factors = [1.0] * len(KINDS)
     waits: dict[str, float] = {}
     rows = _rows(small, steps, factors, waits)
+    # factors follow from what overheads leave, and overheads from the factors: six turns settle both
     for _ in range(TURNS if large else 0):
         added = {name: times for name, *times, _ in rows}
         left = {key: seconds - wholes[key].added(added[key[1]]) for key, seconds in large.items()}
+        # techniques with many meetings say more of waits than of factors
         factors = _factors(wholes, {key: value for key, value in left.items() if key[1] not in OFTEN}, large)
         often = {key: value for key, value in left.items() if key[1] in OFTEN}
         waits = _waits(wholes, often, factors, {name: times[1:3] for name, times in added.items()})
         rows = _rows(small, steps, factors, waits)
     fitted = {row[0]: row for row in rows}
+    # a technique that was not measured takes the row of the one that it resembles
     rows += tuple((name, *fitted[other][1:]) for name, other in ALIKE.items() if name not in fitted and other in fitted)
     return rows, tuple((kind, float(f"{factor:.4g}")) for kind, factor in zip(KINDS, factors, strict=True))
 

@@ -35,7 +35,7 @@ class Budget:
     """A deadline for a whole measurement, from when this is made; valid in other processes of the host too."""
 
     seconds: float
-    began: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.time)  # when it was made; seconds of the host's clock
 
     def left_s(self, device: torch.device | None = None) -> float:
         """Returns the seconds that are left, the mean over ranks, so that all decide alike. Collective, on `device`."""
@@ -101,8 +101,8 @@ class Beat:
 
     device: torch.device
     every: int = 1
-    at: list[int] = field(default_factory=list)
-    us: list[float] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)  # steps before which the pace was measured
+    us: list[float] = field(default_factory=list)  # what was measured there, microseconds
 
     def before(self, step: int) -> None:
         """Measures the pace before a step, where it is time to: into `at` the step, into `us` microseconds.
@@ -117,6 +117,7 @@ class Beat:
         self._look(steps)
 
     def _look(self, step: int) -> None:
+        """Measure the pace once, and look less often after many times."""
         us = pace_us(self.device, BRIEF)
         if us is not None:
             self.at.append(step)

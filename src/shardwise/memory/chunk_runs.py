@@ -100,7 +100,7 @@ class Program:
     """
 
     steps: tuple[Step, ...]
-    wanted: tuple[ResultOf, ...]
+    wanted: tuple[ResultOf, ...]  # results that are handed out
     sources: dict[int, int]
     count: int
 
@@ -141,9 +141,11 @@ class Program:
     @property
     def _last_read(self) -> list[list[int]]:
         """Returns, for each step, the numbers of the steps whose results no later step reads, to be freed after it."""
+        # a result that nobody reads is freed at once
         last = {number: number for number in range(len(self.steps))}
         for number, step in enumerate(self.steps):
             last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
+        # the program's own results stay until its end
         last |= {which.step: len(self.steps) for which in self.wanted}
         freed_after: list[list[int]] = [[] for _ in range(len(self.steps) + 1)]
         for number, place in last.items():
@@ -161,8 +163,10 @@ def _between_products(tensor: torch.Tensor) -> list[Axis]:
 
 
 def _results_in(tree: Any) -> list[ResultOf]:
+    """Returns the `ResultOf`s in arguments, in nested containers too."""
     if isinstance(tree, ResultOf):
         return [tree]
+    # both are named tuples: a walk into them would look at their numbers
     if isinstance(tree, InputAt) or not isinstance(tree, dict | tuple | list):
         return []
     return [read for leaf in (tree.values() if isinstance(tree, dict) else tree) for read in _results_in(leaf)]
@@ -179,6 +183,7 @@ def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) 
         return inputs[tree.place]
     if isinstance(tree, ResultOf):
         return _taken(tree, results)
+    # the program's arguments are nested as the calls had them: the same kinds come back
     if isinstance(tree, dict):
         return {key: _filled(leaf, inputs, results) for key, leaf in tree.items()}
     if isinstance(tree, tuple | list):
@@ -199,6 +204,7 @@ class _Joined:
         self._last = _within(value, lambda here: self._take(here, index))
 
     def _take(self, here: torch.Tensor, index: int) -> torch.Tensor:
+        """Add one turn's gradient, a chunk at its place or a summand; returns it as it came."""
         if isinstance(here, Part):
             self._put(here.local, here.dim_cut, here.owners, index)
         elif isinstance(here, Sum):
@@ -302,6 +308,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @differentiable_once(NO_SECOND)
     def backward(ctx: Any, *gradients: torch.Tensor):
+        """Returns the gradients of the program's inputs: chunk by chunk, each run again and added up."""
         program = ctx.program
         inputs = program.gathered(ctx.saved_tensors)
         wants = ctx.needs_input_grad[1:]

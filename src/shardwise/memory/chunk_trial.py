@@ -45,8 +45,8 @@ class Unmade(torch.Tensor):
 class Tried(NamedTuple):
     """Outcome of a call on tensors without values: a verdict, its results, and a number, the same for equal calls."""
 
-    what: str
-    like: Any = None
+    what: str  # "waits", "ends", "tells", or "whole": it is not chunked
+    like: Any = None  # results without values, as the call gives them
     number: int = 0
 
 
@@ -101,6 +101,7 @@ def _key_of(tree: Any) -> Any:
     if isinstance(tree, Unmade):
         # not by shape alone: two of one shape may be cut in other ways
         return "waits", tree.number, tree.place
+    # values of a tensor given whole do not matter: a trial runs on shapes
     if isinstance(tree, torch.Tensor):
         return "given", tuple(tree.shape), tree.stride(), tree.dtype
     if isinstance(tree, dict):
@@ -154,8 +155,10 @@ def _elsewhere(tree: Any, device: torch.device) -> Any:
     """Returns the arguments with `device` in the place of every device, a keyword `device=` of any type included."""
     if isinstance(tree, torch.device):
         return device
+    # device="cuda" is a keyword of text in some operations, and an object in others
     if isinstance(tree, dict):
         return {key: device if key == "device" else _elsewhere(leaf, device) for key, leaf in tree.items()}
+    # torch.Size is a tuple, but its elements are numbers
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         leaves = [_elsewhere(leaf, device) for leaf in tree]
         return leaves if isinstance(tree, list) else tuple(leaves)

@@ -182,12 +182,14 @@ def waits(call: WaitingCall) -> Any:
     """Returns `Waiting` placeholders for a call's results, computed when they are needed."""
     tensors = tensors_in((call.args, call.kwargs))
     with torch._C.DisableTorchFunctionSubclass():
+        # gradients follow from how the call was recorded, and not from the mode that asks now
         wants = call.grad and any(tensor.requires_grad for tensor in tensors)
         device = tensors[0].device
 
     def wrapped(like: torch.Tensor, place: int | None) -> Waiting:
         return Waiting(like, device, wants and like.dtype.is_floating_point, call, place)
 
+    # one result has no place among several
     if isinstance(call.like, torch.Tensor):
         return wrapped(call.like, None)
     return _as(call.like, [wrapped(like, place) for place, like in enumerate(call.like)])
@@ -266,6 +268,7 @@ class _Written:
         return self._numbers[id(call)]
 
     def _argument(self, tensor: torch.Tensor) -> Any:
+        """Returns what stands for a tensor in the program: an input, or the result of a call that waits."""
         if not isinstance(tensor, Waiting):
             return self._input(tensor)
         call = tensor.call
@@ -277,6 +280,7 @@ class _Written:
         return ResultOf(self.add(call), tensor.place)
 
     def _input(self, tensor: torch.Tensor, dim: int | None = None) -> InputAt:
+        """Returns the `InputAt` of a tensor, which becomes an input of the program; `dim`: along which it is cut."""
         # one tensor may be an input twice, once in chunks and once whole
         key = id(tensor), dim is not None
         if key not in self._places:
@@ -297,6 +301,7 @@ def _computed(last: WaitingCall) -> Any:
     alone = isinstance(like, torch.Tensor)
     wanted = [ResultOf(number, None)] if alone else [ResultOf(number, place) for place in range(len(like))]
     program = Program(tuple(written.steps), tuple(wanted), written.sources, last.chunks.count)
+    # gradients as they were where the call was written, not where its result is asked for
     with torch.set_grad_enabled(last.grad), nothing_waits():
         results = chunked(program, written.inputs)
     HERE.pending.discard(last)

@@ -139,10 +139,13 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # what waits answers for itself: another product joins its program
         if any(issubclass(kind, Waiting) for kind in types):
             return answered(func, args, kwargs)
+        # within a program that runs already (`making`) nothing waits again
         if func in _ROWS and not HERE.making:
             begun = _begun(func, args, kwargs, self.chunks)
+            # None: this product does not widen its rows, or they are too few
             if begun is not None:
                 return begun
         return func(*args, **kwargs)

@@ -163,6 +163,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self._total)
 
     def _let_go(self) -> None:
+        """Collect garbage, and wait a little for memory that is being freed, where more than the peak is held."""
         gc.collect()
         for _ in range(TURNS):
             if self._total <= self.peak:
@@ -197,6 +198,7 @@ class LiveBytes(TorchDispatchMode):
         self._unread.clear()
 
     def _read(self, storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
+        """Count storages whose size has changed."""
         for key, reference in list(storages.items()):
             storage = reference()
             if storage is not None and (size := storage.nbytes()) != self._sizes[key]:

@@ -75,6 +75,7 @@ class _Keeping(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _copy(self, written: torch.Tensor) -> None:
+        """Replace kept results in the memory of a tensor that is about to be written by copies."""
         for kept in tree_leaves(self.storage):
             value = getattr(kept, "val", None)  # of what is recomputed there is none
             if isinstance(value, torch.Tensor) and same_memory(value, written):
@@ -91,10 +92,12 @@ def note_written(module: nn.Module, names: Collection[str], norms: Collection[nn
 
     norms   keep statistics, which are followed otherwise
     """
+    # running statistics of norms are kept right by the room that joins them over ranks
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
     named = (*module.named_parameters(), *module.named_buffers())
     written = {id(tensor) for name, tensor in named if name in names} - statistics
     for block, tensors in list(_WRITTEN.items()):
+        # blocks of another module stand in the same table
         if any(block is child for child in module.modules()):
             tensors[:] = [tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) in written]
 

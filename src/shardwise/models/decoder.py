@@ -32,11 +32,11 @@ class DecoderConfig:
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
-    intermediate: int = 512
-    context: int = 256
+    intermediate: int = 512  # width of the feed-forward network
+    context: int = 256  # most positions
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
-    tied: bool = False
+    tied: bool = False  # the head's matrix is the embedding's
     dropout: float = 0.0
 
     def __post_init__(self) -> None:

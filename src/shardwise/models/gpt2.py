@@ -33,7 +33,7 @@ class GPT2Config:
     hidden: int = 768
     layers: int = 12
     heads: int = 12
-    context: int = 1024
+    context: int = 1024  # most positions
     norm_eps: float = 1e-5
     dropout: float = 0.1
 

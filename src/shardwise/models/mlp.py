@@ -25,8 +25,8 @@ class MLPConfig:
     hidden: int = 32
     layers: int = 2
     outputs: int = 4
-    frozen: bool = False
-    unused: bool = False
+    frozen: bool = False  # the first layer is not trained
+    unused: bool = False  # one layer is never called
 
     def __post_init__(self) -> None:
         if self.layers < 1:

@@ -42,11 +42,11 @@ class MoEConfig:
 
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     experts: int = 8
-    top_k: int = 2
+    top_k: int = 2  # experts of a token
     width: int = 128
-    capacity: float | None = None
-    balance: float = 0.01
-    bias: bool = False
+    capacity: float | None = None  # rows of an expert, as a multiple of an equal share; None: no limit
+    balance: float = 0.01  # weight of the loss term that spreads tokens over experts
+    bias: bool = False  # scores have a bias that steers the choice alone
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -180,9 +180,11 @@ def sign_descent(groups: list[dict], rate: float) -> list[dict]:
     rows: list[Any] = []
     rest = []
     for group in groups:
+        # known by shape alone: whoever puts another (1, E) parameter into this model adds it to that group
         rows += [param for param in group["params"] if param.dim() == 2 and param.shape[0] == 1]
         rest.append({**group, "params": [p for p in group["params"] if not (p.dim() == 2 and p.shape[0] == 1)]})
     own = {"name": "bias rows", "params": rows, "lr": rate, "betas": (0.0, 0.0), "eps": 1e-12, "weight_decay": 0.0}
+    # a group without parameters is an error in some optimizers
     return [group for group in (*rest, own) if group["params"]]
 
 

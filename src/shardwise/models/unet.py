@@ -33,7 +33,7 @@ class UNetConfig:
     width: int = 32
     depth: int = 3
     norm: Literal["group", "batch"] = "group"
-    groups: int = 8
+    groups: int = 8  # of a group norm
 
     def __post_init__(self) -> None:
         if self.norm not in ("group", "batch"):

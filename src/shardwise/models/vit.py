@@ -26,14 +26,14 @@ from torch import Tensor, nn
 class ViTConfig:
     """Shape of a `ViT`; the defaults fit the 8 by 8 digits of scikit-learn."""
 
-    image: int = 8
-    patch: int = 2
+    image: int = 8  # pixels along a side
+    patch: int = 2  # pixels along a side of one
     channels: int = 1
     classes: int = 10
     hidden: int = 64
     layers: int = 4
     heads: int = 4
-    intermediate: int = 256
+    intermediate: int = 256  # width of the feed-forward network
     norm_eps: float = 1e-6
     dropout: float = 0.0
 
@@ -84,7 +84,9 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden, config.classes)
         for name, parameter in self.named_parameters():
+            # convolutions keep their own initialisation; norms, biases and tokens have one dim or none
             if parameter.dim() > 1 and not name.startswith("patches"):
+                # layers that are added to the residual start smaller by the root of their number
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / sqrt(2 * config.layers) if residual else 0.02)
             elif name.endswith("bias"):

@@ -83,6 +83,7 @@ class TrainJobStatus:
         self._thread.join(2 * ANSWER_S)
 
     def _post_news(self) -> None:
+        """Post what is new, at most once in `_every_s` seconds, until it is closed."""
         while not self._closed.is_set():
             self._news.wait()
             self._news.clear()

@@ -82,6 +82,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
             compute = PRECISIONS[precision].compute
             if BYTES[compute] == 2:
                 return half * 1e12
+            # products in float32 run as TF32 where torch is told that this is exact enough
             if compute == "fp32":
                 return (single if torch.get_float32_matmul_precision() == "highest" else tf32) * 1e12
     return None

@@ -32,6 +32,7 @@ class MetricsFile:
             sink.write(int(record["step"]), numbers_of(record))
 
     def _refuse_lost(self) -> None:
+        """Raise `RunError` where the file that is written is no longer the one in the run's folder."""
         there = self._path.stat() if self._path.exists() else None
         ours = os.fstat(self._file.fileno())
         if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
@@ -53,4 +54,5 @@ def finite(value: Any) -> Any:
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
+    # JSON has no NaN and no infinity
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -40,12 +40,14 @@ def imbalance(ranks: Sequence[Mapping[str, int]]) -> str:
     classes = [_classes(by_kind) for by_kind in ranks]
     totals = [sum(by_kind.values()) for by_kind in classes]
     most, least = (chosen(range(len(totals)), key=totals.__getitem__) for chosen in (max, min))
+    # ranks are never alike to the byte: only a real difference is told
     if totals[most] < TIMES * totals[least] or totals[most] - totals[least] < LEAST_BYTES:
         return ""
     more = {kind: size - classes[least][kind] for kind, size in classes[most].items()}
     differences = [
         f"{kind} {classes[most][kind] / 1e6:,.0f} against {classes[least][kind] / 1e6:,.0f} MB"
         for kind in sorted(more, key=lambda kind: -abs(more[kind]))
+        # kinds that differ little are left out: the sentence names what the difference is made of
         if abs(more[kind]) > (totals[most] - totals[least]) / 10
     ]
     return (

@@ -62,6 +62,7 @@ class Display:
         if record.get("lr") is not None:
             between.append(f"lr {record['lr']:.2e}")
         between.append(f"{short(record[f'{unit}_per_s'])} {unit}/s")
+        # without the device's peak there is no MFU, and FLOP/s stand in its place
         if "mfu" in record:
             between.append(f"MFU {100 * record['mfu']:.1f} %")
         elif "flops_per_s_per_rank" in record:
@@ -69,6 +70,7 @@ class Display:
         if record.get("peak_bytes"):
             between.append(f"peak {size(record['peak_bytes'])}")
         left = f"{self._left(record['step'] + 1)} left"
+        # the rate first, then what stands furthest right: loss and time left stay
         while width is not None and len("  ".join([loss, *between, left])) > width and between:
             between.pop(0 if between[0].startswith("lr ") else -1)
         return "  ".join([loss, *between, left])

@@ -35,6 +35,7 @@ def _steps(summary: dict[str, Any]) -> str:
 
 
 def _loss(summary: dict[str, Any]) -> str:
+    """Returns the losses of a run as text."""
     text = f"{_number(summary['first_loss'])} -> {_number(summary['loss'])}"
     if summary["eval_loss"] is not None:
         text += f", on held-out data {_number(summary['eval_loss'])}"
@@ -48,6 +49,7 @@ def _number(value: float | None) -> str:
 
 
 def _speed(summary: dict[str, Any]) -> str:
+    """Returns the rate of a run, and its MFU where there is one, as text."""
     unit = summary["unit"]
     convention = summary.get("flops_convention", "").split(";")[0]  # whole in the first lines and in summary.json
     text = f"{short(summary[f'{unit}_per_s'])} {unit}/s"
@@ -63,16 +65,20 @@ def _forecast(forecasts: dict[str, Any] | None) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     forecasts = forecasts or {}
     for name, (forecast, measured) in forecasts.get("beside", {}).items():
+        # a figure that was not measured has nothing to stand beside
         if measured:
             shown = [f"{v:.4g} s" if name.endswith("step") else size(v) for v in (forecast, measured)]
             text = f"{name}: {shown[0]} forecast, {shown[1]} measured ({forecast / measured - 1:+.1%})"
+            # the machine may be slower than when it was probed: then the forecast is off by that
             if name == "step" and abs(forecasts["pace"] - 1) >= 0.01:
                 text += f"; the same work took {forecasts['pace']:.2f} times as long as during the probe"
+            # one label for all lines
             rows.append(("" if rows else "forecast", text))
     return rows
 
 
 def _memory(ranks: list[dict[str, int]]) -> list[tuple[str, str]]:
+    """Returns rows (label, text) of each rank's memory."""
     rows = []
     for rank, memory in enumerate(ranks):
         parts = [f"{name} {size(count)}" for name, count in memory.items() if count is not None]

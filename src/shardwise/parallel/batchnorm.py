@@ -66,7 +66,7 @@ class _Over:
     """The ranks over which a batch norm takes its statistics; `counts`: this rank's samples enter them."""
 
     axis: Axis
-    eps: float
+    eps: float  # of the norm
     counts: bool
 
     def of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,6 +105,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor, *unused: None):
+        """Returns the gradients of x (B, C, *), weight and bias: dx by sums over ranks, the others this rank's own."""
         x, weight, bias, n, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled():  # this gradient is differentiated itself
             return _Normalised._again(ctx, dy, x, weight, bias)
@@ -245,6 +246,7 @@ class JoinBatchNorm(_MeetsBatchNorm):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
+        """Returns the batch norm of x (B, C, *): in training by all ranks' statistics, unless samples are the same."""
         if not training:
             if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
                 weight, bias = (None if t is None else t.to(running_mean.dtype) for t in (weight, bias))
@@ -271,6 +273,7 @@ class CountBatchNorm(_MeetsBatchNorm):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
+        """Returns the batch norm of x as torch gives it; notes that it trained, and on one value a channel."""
         if not training:
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         self.met += 1
@@ -297,6 +300,7 @@ class FindBatchNorm(_MeetsBatchNorm):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
+        """Returns the batch norm of x by mean 0 and variance 1, so that samples do not mix; notes the module."""
         if training:
             self.rows.append(x.numel() // max(x.shape[1], 1))
             if self.running and self.running[-1] not in self.modules:
@@ -316,8 +320,8 @@ class Statistics:
 
     path: str
     rows: int
-    mean: torch.Tensor
-    var: torch.Tensor
+    mean: torch.Tensor  # (C,)
+    var: torch.Tensor  # (C,), not corrected for the number of values
 
 
 class KnownStatistics(FindBatchNorm):
@@ -335,16 +339,20 @@ class KnownStatistics(FindBatchNorm):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
+        """Returns the batch norm of x by its own statistics, which are noted, or by those of an earlier run."""
         caller = self.running[-1] if self.running else None
         # `syncing`: SyncBatchNorm in training would look for a CUDA device, and so runs in eval mode here
+        # no statistics are taken of given ones, nor of no elements
         if not (training or caller in self.syncing) or not x.numel():
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         dims, rows = [0, *range(2, x.dim())], x.numel() // x.shape[1]
         mean = plain(wide.sum(dims)) / rows
         var = plain((wide - _over_channels(mean, x)).square().sum(dims)) / rows
+        # a norm that runs twice has two entries, by their order
         number = len(self.noted)
         self.noted.append(Statistics(self.names.get(caller, ""), rows, mean, var))
+        # statistics of a run before, where this call stands at the same place of it
         other = self.earlier[number] if self.earlier is not None and number < len(self.earlier) else None
         if other is not None and other.path == self.noted[number].path:
             mean, var = other.mean, other.var

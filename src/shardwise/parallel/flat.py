@@ -111,6 +111,7 @@ class Flat:
         self._used: set[int] = set()
 
     def _add_slots(self, part: _Shard) -> None:
+        """Add a slot for each parameter of which this rank has elements in one bucket."""
         for entry, first, last in part.bucket.layout.pieces(self.axis.size, self.axis.index):
             start, stop = first - part.low, last - part.low
             master = nn.Parameter(self._outside(entry.index, part.master[start:stop]))
@@ -206,6 +207,7 @@ class Flat:
         """Wait, sum over replicas (once, however often it is called), and give each piece its gradient."""
         self._collect()
         self._used = used
+        # summed once in a step, however often it is finished
         if not self._summed:
             self._summed = True
             if self.order is not None:  # deterministic: no bucket was reduced on the way, the tree of sums does it now
@@ -215,18 +217,22 @@ class Flat:
             over_replicas = [
                 all_reduce(part.gradient, self.replicate, "gradients", wait=False)
                 for part in self.shards
+                # buckets are launched alike on all ranks, so a shard without a gradient is so on all
                 if part.gradient is not None
             ]
             for pending in over_replicas:
                 pending.wait()
+        # gradients in the reduced dtype become those of the masters
         for part in self.shards:
             if part.gradient is not None and part.gradient.dtype != self.precision.master:
                 part.gradient = part.gradient.to(self.precision.master)
         for part in self.shards:
+            # handed over: a sub-group has used and freed it
             if not part.bucket.handed_over:
                 self._set_gradients(part, used)
 
     def _set_gradients(self, part: _Shard, used: set[int]) -> None:
+        """Point the masters of one shard at their gradients, those that any rank `used`; the others at None."""
         for slot, (of, index, start, stop) in zip(self.slots, self._places, strict=True):
             if of is part:
                 # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone
@@ -248,6 +254,7 @@ class Flat:
             if self.precision.mixed:
                 follow(part.master, part.mine)
         for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
+            # a script may have put other data into the module's weight: the master's place follows it
             if is_away(slot.master, part.master[start:stop]):
                 slot.master.data = self._outside(index, part.master[start:stop])
 
@@ -275,7 +282,7 @@ class Flat:
         return [bucket.buffer for bucket in self.buckets.buckets] + [part.gradient for part in self.shards]
 
     def full_parameter(self, index: int) -> Gathering:
-        """Gathers the whole master weight."""
+        """Returns the gathering of the whole master weight."""
         part, entry = self._find(index)
         pieces = [slot.master for slot, place in zip(self.slots, self._places, strict=True) if place[1] == index]
         # no slot: none of it is here
@@ -283,7 +290,7 @@ class Flat:
         return self.whole(index, piece)
 
     def full_gradient(self, index: int) -> Gathering:
-        """Gathers the whole gradient; None where no rank used the parameter."""
+        """Returns the gathering of the whole gradient; its result is None where no rank used the parameter."""
         part, entry = self._find(index)
         if part.gradient is None or index not in self._used:
             return ready(None)
@@ -302,6 +309,7 @@ class Flat:
         return whole.view(-1)[(first - entry.start) // width : (max(first, last) - entry.start) // width]
 
     def _find(self, index: int):
+        """Returns (shard, entry of its bucket) of the index-th parameter."""
         for part in self.shards:
             for entry in part.bucket.layout.entries:
                 if entry.index == index:

@@ -49,6 +49,7 @@ def units_aside(module: nn.Module) -> Iterator[None]:
 
     A unit takes what it finds there after `load_state_dict` for its shards.
     """
+    # copies: hooks are taken out of the tables themselves, which torch goes through
     before = [(child._load_state_dict_post_hooks, {**child._load_state_dict_post_hooks}) for child in module.modules()]
     for hooks, hooks_before in before:
         for key, hook in hooks_before.items():
@@ -57,6 +58,7 @@ def units_aside(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # rebuilt as they were, as putting single hooks back would change their order
         for hooks, hooks_before in before:
             hooks.clear()
             hooks.update(hooks_before)
@@ -149,6 +151,7 @@ def around_gathers(unit: FSDPModule, before: Callable[[], None], after: Callable
 
 
 def _read(owner: weakref.ref[Any], before: Callable[[], None], *args: Any, **kwargs: Any) -> None:
+    """Call `before` where a group's gather begins, then begin it."""
     group = owner()
     if group is not None:
         if group.is_sharded and group._all_gather_result is None:
@@ -157,6 +160,7 @@ def _read(owner: weakref.ref[Any], before: Callable[[], None], *args: Any, **kwa
 
 
 def _have_read(owner: weakref.ref[Any], after: Callable[[], None]) -> None:
+    """Wait for a group's gather, and call `after` if there was one."""
     group = owner()
     if group is not None:
         pending = group._all_gather_result is not None
@@ -187,8 +191,10 @@ class _Copies:
 def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs: Any) -> None:
     """Starts a group's gather from copies of its shards on the device, in the stream of copies."""
     group = owner()
+    # the unit ended while a gather was asked for
     if group is not None:
         type(group).unshard(group, *args, **kwargs)
+        # asked for twice (a prefetch, then the unit itself): the second call begins no copy of its own
         if group._all_gather_result is not None and group._all_gather_result is not copies.gather:
             copies.gather = group._all_gather_result
             with group.device_handle.stream(group.comm_ctx.all_gather_copy_in_stream):
@@ -199,9 +205,11 @@ def _begin_copies(owner: weakref.ref[Any], copies: _Copies, *args: Any, **kwargs
 def _use_copies(owner: weakref.ref[Any], copies: _Copies) -> None:
     """Waits for a group's gather, which read the copies of its shards where they were begun for it."""
     group = owner()
+    # the unit is gone
     if group is None:
         return
     kept = [param._sharded_param_data for param in group.fsdp_params]
+    # copies belong to one gather: a later one, or one that FSDP2 dropped, has none
     here = copies.gather is not None and group._all_gather_result is copies.gather
     if here:
         group.device_handle.current_stream().wait_stream(group.comm_ctx.all_gather_copy_in_stream)
@@ -209,6 +217,7 @@ def _use_copies(owner: weakref.ref[Any], copies: _Copies) -> None:
         param._sharded_param_data = copy
     try:
         type(group).wait_for_unshard(group)  # behind which the stream of copies waits, so that their memory is free
+    # FSDP2 keeps its own pointers: put back whatever happens
     finally:
         for param, shard in zip(group.fsdp_params, kept, strict=True):
             param._sharded_param_data = shard
@@ -281,8 +290,10 @@ def _with_zeros(owner: weakref.ref[Any], *unused: Any) -> None:
     """Runs a group's end of backward with zeros for gradients that did not come, so that all ranks reduce alike."""
     group = owner()
     if group is not None:
+        # only where the unit reduces now: in other micro-batches gradients are kept
         for fsdp_param in group.fsdp_params if group.reduce_grads else ():
             param = getattr(fsdp_param, "_unsharded_param", None)
+            # nothing to reduce, or another call of the unit has left a gradient already
             if param is None or not param.requires_grad or fsdp_param.unsharded_accumulated_grad is not None:
                 continue
             if torch.Tensor.grad.__get__(param) is None:  # not what a script sees in its place
@@ -319,6 +330,7 @@ def await_unseen(unit: FSDPModule, inputs: Any, output: Any) -> None:
     # a view of an input: its base is the caller's, whose gradient comes when the unit's backward is over
     theirs = {id(tensor) for leaf in _tensors(inputs) for tensor in (leaf, leaf._base)}
     bases = [leaf._base for leaf in _tensors(output) if leaf.requires_grad and id(leaf._base) not in theirs]
+    # a tensor without a gradient sends nobody to the backward of the unit
     if waits := [tensor for tensor in (*hidden(output), *bases) if tensor is not None and tensor.requires_grad]:
         unit._get_fsdp_state()._register_pre_backward_hook(waits)
 

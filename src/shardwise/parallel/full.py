@@ -443,18 +443,18 @@ class FullShard:
         return whole.narrow(dim, low, min(size, whole.shape[dim] - low))
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """Gathers a whole tensor of the index-th parameter's shape from every rank's piece."""
+        """Returns the gathering of a whole tensor of the index-th parameter's shape, from every rank's piece."""
         return joined(self, index, self.slots[index].shape, piece, self._shards)
 
     def full_parameter(self, index: int) -> Gathering:
-        """Gathers the whole weight."""
+        """Returns the gathering of the whole weight."""
         param = self.params[index].detach()
         if isinstance(param, DTensor):
             return self.whole(index, self.piece(index, param))
         return ready(self._outside(index, param))
 
     def full_gradient(self, index: int) -> Gathering:
-        """Gathers the whole gradient, divided and clipped; None where no rank used the parameter."""
+        """Returns the gathering of the whole gradient, divided and clipped; of None where no rank used it."""
         if index in self._whole_gradients:
             gradient = self._whole_gradients[index].clone()
             if gradient.numel():  # the first of dp_shard alone has divided and clipped it

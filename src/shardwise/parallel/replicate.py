@@ -60,6 +60,7 @@ class Replicate:
         )
 
     def _master(self, param: nn.Parameter, pairs: bool) -> nn.Parameter:
+        """Returns a parameter's master: complex, or wider, where the module's own is not; else itself."""
         if pairs:
             return nn.Parameter(as_complex(param.detach()))
         if not self.precision.mixed:
@@ -104,12 +105,15 @@ class Replicate:
 
     def _collect(self, travelling: int = 0) -> None:
         """Wait for reductions, but for so many of the last."""
+        # the newest reduction goes on while the step uses what came before it
         while len(self._pending) > travelling:
             pending, bucket = self._pending.pop(0)
             pending.wait()
+            # without `use_as_made` gradients stay in the buckets until the step's end
             if self._arrived is None:
                 continue
             flat, slots = bucket.buffer if self._in_buckets else None, []
+            # one that backward did not fill waits for `finish_step`, which knows whom any rank reached
             if bucket.whole:
                 self._set_gradients(bucket, {entry.index for entry in bucket.layout.entries})
                 slots = [self.slots[entry.index] for entry in bucket.layout.entries]
@@ -129,6 +133,7 @@ class Replicate:
                 self._set_gradients(bucket, used)
 
     def _set_gradients(self, bucket: Bucket, used: set[int]) -> None:
+        """Point the masters of one bucket at its parts, those that any rank `used`; the others at None."""
         bucket.ensure()
         for entry, view in zip(bucket.layout.entries, bucket.views_now, strict=True):
             # not reached by any rank: None and not zeros, since an optimizer leaves such a parameter alone

@@ -121,15 +121,15 @@ class DataParallel(Protocol):
         """Sets a master (or this rank's piece) from its full value, where masters are wider than weights."""
 
     def full_parameter(self, index: int) -> Gathering:
-        """Gathers the whole master weight, on every rank."""
+        """Returns the gathering of the whole master weight, on every rank."""
         ...
 
     def full_gradient(self, index: int) -> Gathering:
-        """Gathers the whole gradient, on every rank; None where no rank used the parameter."""
+        """Returns the gathering of the whole gradient, on every rank; of None where no rank used the parameter."""
         ...
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """Gathers a tensor that is cut as the index-th master is (its optimizer state), from every rank's `piece`."""
+        """Returns the gathering of a tensor cut as the index-th master is (its state), from every rank's `piece`."""
         ...
 
 
@@ -144,12 +144,12 @@ class PieceSlots(Protocol):
         ...
 
     def full_parameter(self, index: int) -> Gathering:
-        """Gathers the whole weight."""
+        """Returns the gathering of the whole weight."""
         ...
 
 
 def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> Gathering:
-    """Gathers the whole tensor of this shape from every rank's `piece` of it (any shape, may be empty)."""
+    """Returns the gathering of the whole tensor of this shape from every rank's `piece` (any shape, may be empty)."""
     like = torch.empty(shape, device="meta")
     sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]
     # pieces differ in size, and some are empty: rows of the largest one, so that one gather takes all

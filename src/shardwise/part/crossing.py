@@ -45,6 +45,7 @@ def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
 
 
 def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, whole but for cuts of positions. Collective."""
     if isinstance(tensor, Distributed) and tensor.axis.positions:
         tensor = tensor.settled()
         if isinstance(tensor, Part) and tensor.axis.positions:

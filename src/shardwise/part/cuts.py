@@ -186,6 +186,7 @@ def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[
 
 def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int:
     """Returns how many indices of dim `dim` must have one owner for a view from `before` to `after` to stay cut."""
+    # shapes with a 0 say nothing of groups: the same view of full ones does
     if 0 in before:
         before, after = _as_if_full(before, after)
     try:
@@ -199,6 +200,7 @@ def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int
     # the coarsest boundary of the view's dims that lies inside the dim
     inside = [n // behind for n in sizes if n % behind == 0 and n // behind <= before[dim]]
     fitting = [n for n in inside if n and before[dim] % n == 0]
+    # no boundary of the view lies within the dim: a share would be no whole part of its result
     if not fitting:
         raise Uncut(f"a view from {before} to {after} has no groups of whole indices of dim {dim}")
     return max(fitting)

@@ -78,14 +78,18 @@ class DimwiseRule:
     def labels(self, axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
         """Labels the results: dims that it runs over lie on one rank, others keep labels. False for two operands."""
         x, arguments = args[0], arguments_of(func, args, kwargs)
+        # a second tensor makes it elementwise (`max(x, other)`)
         if "other" in arguments:
             return False
         labels = axes.labels(x)
+        # what it reads has no labels, so its result needs none
         if labels is None:
             return True
+        # a dim of label size 1 is on one rank already
         dims = sorted(self.run_over(x, arguments))
         labels = axes.unite_along(labels, [d for d in dims if labels.shape[d] > 1])
         for result in tensors_in(output):
+            # kept dims of size 1; else they are gone from the result
             if result.dim() == x.dim():
                 axes.give(result, labels)
             elif result.dim() == x.dim() - len(dims):

@@ -128,7 +128,9 @@ def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:
     Such an operation (a resize of learned places, a transform of what was gathered) had no cut input in forward, so
     its gradient has the size of what the rank held then. Over axes of positions alone: elsewhere cuts are derived.
     """
+    # other axes have cuts that were derived with the backward in view: a cut gradient there means a missing rule
     if not func._schema.name.endswith("_backward") or not all(part.axis.positions for part in parts):
         return False
     cut = [given.name for given, value in zip(func._schema.arguments, args, strict=False) if is_part(value)]
+    # only gradients are cut: the operation's own inputs were whole, so its forward ran whole
     return len(cut) == len(parts) and all(name.startswith("grad") for name in cut)

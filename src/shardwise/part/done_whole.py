@@ -60,11 +60,13 @@ def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -
     It draws nothing, and writes into nothing but what every rank has.
     """
     draws = is_random(func)
+    # drawn once on each rank, numbers would differ; `as_strided_` writes into memory that gathering copies
     if draws or facts(func).name.startswith("as_strided_") or not all(map(_of_a_sequence, parts)):
         return False
     arguments = arguments_of(func, args, kwargs)
     writable = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
     written = [arguments.get(name) for name in writable]
+    # what it writes must be plain: a write into a gathered copy of a part would be lost
     return bool(parts) and not tensors_in(written, Distributed)
 
 

@@ -39,22 +39,27 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
             inner = gather(inner)
         if not isinstance(inner, Part):
             return fetch(part.with_local(inner), wanted, fill)
+        # owners of this axis alone do not tell which indices an inner rank has
         if inner.dim_cut == part.dim_cut:
             raise Uncut(f"indices of a dim that is cut over {inner.axis.name} too cannot be fetched")
+        # an inner cut of another dim stays: each of its ranks fetches its own share
         return inner.with_local(fetch(Part(inner.local, part.dim_cut, part.owners, part.axis), wanted, fill))
     axis, dim, shape = part.axis, part.dim_cut, list(local.shape)
     way = way_of(part.owners, wanted, axis.index)
     blocks = [picked(local, dim, places) for places in way.send]
     pieces = Passing(blocks, shape, dim, way.counts, axis, way.alone).pieces()
     before, after = way.around
+    # indices outside the dim (padding) hold `fill`
     if before:
         pieces.insert(0, local.new_full(with_size(shape, dim, before), fill))
     if after:
         pieces.append(local.new_full(with_size(shape, dim, after), fill))
     rows = torch.cat(pieces, dim)
+    # pieces arrived rank by rank, and that is the order in which they were wanted
     if way.order is None:
         return rows
     rows = rows.index_select(dim, to_device(way.order, rows.device))
+    # the wanted indices that exist lie side by side: `before` and `after` were the rest
     if way.inside is None:
         return rows
     whole = rows.new_full(with_size(shape, dim, way.wanted), fill)

@@ -80,13 +80,17 @@ def _of_whole(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
 
 def _with_whole_values(output: Any, whole: Any) -> Any:
     """Returns a result with its whole values beside it: a number or a plain tensor is replaced by them."""
+    # a number in Python (`.item()`) is answered by one process's value
     if not isinstance(output, torch.Tensor):
         return whole
+    # of another shape (a selection by a rank's own mask), or too large to be kept beside
     if not isinstance(whole, torch.Tensor) or whole.shape != output.shape or whole.numel() > MOST:
         return output
+    # a fake tensor carries values as its shadow
     if isinstance(output, FakeTensor):
         with _disable_current_modes():
             return give(output, whole.to(output.dtype, copy=True))
+    # a plain tensor left the rule whole: it is one process's
     if not isinstance(output, Distributed):
         return whole.to(output.dtype, copy=True)
     output.whole_values = whole

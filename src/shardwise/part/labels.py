@@ -139,6 +139,7 @@ class Axes(TorchDispatchMode):
         labels = getattr(tensor, "_axis_labels", None)
         if labels is not None:
             return labels
+        # a tensor that is made of no weight has no labels
         param = param_of(tensor)
         if param is None:
             return None
@@ -149,6 +150,8 @@ class Axes(TorchDispatchMode):
         if len(long) == 1 and dims[long[0]] is not None:
             shape = [-1 if d == long[0] else 1 for d in range(tensor.dim())]
             return self.vector(name, dims[long[0]]).reshape(shape)
+        # a weight that is read as a whole matrix, not along one dim: no product tells which of its indices belong
+        # together
         for dim in dims:
             if dim is not None:
                 self.keep_whole(self.seeds[name, base(dim)], "its weight is used outside a product")
@@ -169,11 +172,13 @@ class Axes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        # weights that the forward writes into are neither cut nor kept in shares (`barred` in parallel/tensor/trial)
         if func._schema.is_mutable:
             storages = {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
             self.written |= {name for name, _, storage in self.named if storage in storages}
         if func.namespace == "aten":
             tensors = tensors_in((args, kwargs))
+            # most operations read nothing that is labelled
             if any(hasattr(t, "_axis_labels") or hasattr(t, "_axes_of") for t in tensors):
                 self._follow(func, args, kwargs, tensors, output)
         return output
@@ -224,8 +229,10 @@ class Axes(TorchDispatchMode):
         for label, reason in self.because.items():
             by_root.setdefault(int(root[label]), reason)
         for (name, _), labels in self.seeds.items():
+            # one index tells for all: `keep_whole` unites whole classes
             for label in labels[:1]:
                 if root[label] == root[WHOLE]:
+                    # its own reason if it has one; else that of what it is joined with
                     own = self.because.get(int(label))
                     reasons.setdefault(name, own or by_root.get(int(root[label]), ""))
         # `param.data = value` is no operation: it shows by the parameter's storage alone
@@ -322,6 +329,7 @@ def _dims_after(func: Any, args: tuple, kwargs: dict) -> list[list[int]] | None:
         views = tensors_in(func(torch.empty_strided(shape, strides, device="meta"), *args[1:], **kwargs))
     orders = [[strides.index(s) if s in strides else -1 for s in view.stride()] for view in views]
     for view, order in zip(views, orders, strict=True):
+        # a dim that the view merged or took a part of has no index of its own in the input
         if any(d < 0 or view.shape[place] != shape[d] for place, d in enumerate(order)):
             return None
     return orders

@@ -34,8 +34,10 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
 
     inside  where an axis further in cuts the dim that is cut now: its owners of that dim once it is whole again
     """
+    # the same dim, dealt otherwise: less to send
     if dim == part.dim_cut:
         return reowned(part, owners)
+    # what an inner axis cuts is exchanged share by share
     if isinstance(part.local, Distributed):
         return _recut_inside(part, dim, owners, inside)
     axis, before, local = part.axis, part.owners, part.local
@@ -93,9 +95,11 @@ def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
     """
     if owners == part.owners:
         return part
+    # the same dim in another size is not the same tensor: a rule asked with the wrong owners
     if owners.size != part.owners.size:
         raise Uncut(f"{part!r} has other indices than those that are asked for ({owners!r})")
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
+    # further in the same dim is cut again: this axis alone cannot say which indices go where
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
         return _reowned_inside(part, inner, owners, group)
     wanted = tuple(_ranges(owners.indices(rank)) for rank in range(owners.ranks))

@@ -150,6 +150,7 @@ class _RawPairs(TorchFunctionMode):
         ]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        # torch's and the engine's own code mean the pairs
         if func not in _ALIKE and by_a_module(sys._getframe(1)):
             ids = {id(tensor) for tensor in tensors_in((args, kwargs))}
             for parameters, leaf, name in self._places:  # asked each time: units of zero=3 put others in their place

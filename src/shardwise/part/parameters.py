@@ -208,6 +208,8 @@ def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
 
 
 def _setter(leaf: str):
+    """Returns the setter of a cut parameter's attribute, which refuses."""
+
     def put(self: nn.Module, value: Any) -> None:
         refuse = self.__dict__.get("_set_outside")
         if refuse is not None:
@@ -318,9 +320,11 @@ class PastAttributes(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        # these take the parameter itself, or read attributes that a share answers as well
         if name in TAKE_TENSOR_ITSELF or name in _PLAIN or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         found = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.places]
+        # the engine, optimizers and torch's own code mean the share; a module's code means the whole weight
         if not found or not by_a_module(sys._getframe(1)):
             return func(*args, **kwargs)
         self.met()

@@ -56,6 +56,7 @@ class PartLayout:
     @property
     def uneven_weights(self) -> bool:
         """Whether an axis that cuts weights deals the part unevenly, at any level; the same answer on all ranks."""
+        # shares of positions may be uneven; where weights cut what is inside them, each rank divides its own
         uneven = not self.axis.positions and len(set(self.owners.counts)) > 1
         if self.axis.positions and self.inside is not None and not self.inside.axis.positions:
             within = self.inside.axis.size  # shares of positions, in blocks on each rank: even here, and not there

@@ -38,15 +38,17 @@ class TableRecipe:
     func: Callable
     args: tuple
     kwargs: dict
-    plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()
+    plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()  # (tensor, its version when the table was made)
 
     def made(self, made_before: dict[int, Any]) -> Any:
         """Returns the table, whole; None where a tensor that it was made of has changed since."""
         # recipes share inputs (cos and sin of the same angles), each of which is made once
         if id(self) not in made_before:
+            # a plain input that changed since, or is gone, cannot be used again
             changed = any(x._version != version or not _has_memory(x) for x, version in self.plain_inputs)
             args, kwargs = replaced(TableRecipe, lambda recipe: recipe.made(made_before), (self.args, self.kwargs))
             inside = tensors_in((self.args, self.kwargs), TableRecipe)
+            # one input that cannot be made leaves nothing to make of it
             broken = changed or any(made_before[id(recipe)] is None for recipe in inside)
             made_before[id(self)] = None if broken else self.func(*args, **kwargs)
         return made_before[id(self)]

@@ -101,6 +101,7 @@ class Positions:
             return tree_unflatten([put(leaf) for put, leaf in zip(tensors, leaves, strict=True)], spec)
         cut: list[Any] = []
         for number, (leaf, cuts, put) in enumerate(zip(leaves, self.cuts, tensors, strict=True)):
+            # another shape than the look's: the source read this rank's tile by itself
             if self.shapes and isinstance(leaf, torch.Tensor) and tuple(leaf.shape[1:]) != self.shapes[number]:
                 cut.append(self._tile(number, leaf, place))
             else:
@@ -115,6 +116,7 @@ class Positions:
             owners = Owners.blocks(shape[dim], axis.size)
             shape[dim] = owners.counts[axis.index]
             dealt.append((dim, owners, axis))
+        # a tensor whose rank dims are whole must come whole
         if tuple(leaf.shape) != tuple(shape):
             asked = f"this rank's tile of {whole} is {tuple(shape)}" if dealt else f"it is whole on every rank: {whole}"
             raise InputError(
@@ -130,6 +132,7 @@ class Positions:
     def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Returns this rank's share of a tensor of the batch as a part; `InputError` where it has too few positions."""
         for dim, axes in cuts:
+            # a rank without positions would come to other operations than the rest
             if leaf.shape[dim] < self.fewest(axes):
                 raise InputError(
                     f"{leaf.shape[dim]} positions of a {self.what} over {_sizes_of(axes)} leave some rank with "
@@ -139,6 +142,7 @@ class Positions:
         dealt, over = self.dealt(leaf.shape, cuts), [axis for _, each in cuts for axis in each]
         share = leaf
         for (_, dim, owners), axis in zip(dealt, over, strict=True):
+            # each share is cut out of what the axis around it holds
             share = owners.take(share, dim, axis.index)
         made = cast(Part, put_together(place(share.contiguous()), dealt, over))
         note_known(made, leaf)
@@ -161,9 +165,11 @@ class Positions:
 
     def summary(self) -> str:
         """Returns one line for the user: what is cut, over which axes."""
+        # cut inside the forward (lengths that are born there): there are no arguments to list
         if self.inside is not None:
             return "; ".join([self.inside.summary(self.stopped), *self.routes])
         names: dict[tuple[int, ...], list[str]] = {}
+        # arguments that are cut along the same dims share one phrase
         for name, cuts in zip(self.names, self.cuts, strict=True):
             if cuts:
                 names.setdefault(tuple(dim for dim, _ in cuts), []).append(name)

@@ -297,6 +297,7 @@ def whole_over(tensor: Any, axis: Axis) -> Any:
 
 def _uncut(tensor: Any, axis: Axis) -> Any:
     """Returns a tensor gathered, or reduced, over one axis, still distributed over others. Collective."""
+    # an axis further out keeps its cut: this one is undone inside it
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(_uncut(tensor.settled_local(), axis))
     # whole over the axis already

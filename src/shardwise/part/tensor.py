@@ -147,10 +147,12 @@ class Part(Distributed):
 
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
         """Returns `local` as a part cut along `dim` by `owners` over the same axis; by default as this part is."""
+        # dims that were joined into one stay known only while the cut dim keeps its place and size
         same = owners is None or (dim in (None, self.dim_cut) and owners.size == self.owners.size)
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
         made = Part(local, dim, owners, self.axis, self.may_gather, self.origin)
         made.factors = self.factors if same else None
+        # tables of positions that are made beside it are dealt as it is (part/position_tables)
         if self.deals:
             made.deals = True
         return made
@@ -261,10 +263,12 @@ def facts(func: Any) -> Facts:
     if registered is None and (draws_each(func) or torch.Tag.pointwise in func.tags):
         registered = RULES["bernoulli" if draws_each(func) else "add"]
     returned = func._schema.returns
+    # only the first argument is written in place; others are outputs
     first = func._schema.arguments[0].alias_info if func._schema.arguments else None
     writes = first is not None and first.is_write
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     is_view = bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
+    # the operation that does not write in place: its schema tells what the written one does
     other = getattr(torch.ops.aten, name.removesuffix("_"), None) if writes and name.endswith("_") else None
     apart = getattr(other, func._overloadname, None)
     return Facts(name, registered, writes, name in RESHAPES, is_view, composite, apart)

@@ -34,6 +34,7 @@ class WholeView:
 
     def seen_as(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
         """Whether these shapes are the view's on some rank: dims may be smaller where axes further out cut them."""
+        # another number of dims is another view
         if len(before) != len(self.before) or len(after) != len(self.after):
             return False
         cut = [set(dims) for dims in zip(*self.outer, strict=True)] or [set(), set()]
@@ -91,10 +92,13 @@ def goal_of(part: Part, whole: WholeView) -> int | None:
     Alike on all ranks.
     """
     goal = _taken_apart(part, whole)
+    # told by the factor that was cut; or no axis further out, and `regrouped` may choose
     if goal is not None or not whole.outer:
         return goal
+    # an axis further out cuts something else: this one is told by its own owners
     if part.dim_cut not in (before for before, _ in whole.outer):
         return regrouped(whole.before, part.dim_cut, part.owners, whole.after)[0]
+    # several ranks own indices, or there are none: nothing here tells which dim is the cut one
     if len(part.owners.who) > 1 or 0 in whole.before:
         return None
     # joined, and all indices on one rank: any dim would do, so one that no axis further out cuts where there is one
@@ -114,6 +118,7 @@ def _cut_factor(part: Part, whole: WholeView) -> Factors | None:
     """
     size = whole.before[part.dim_cut]
     outer, cut, inner = part.factors or (1, size, 1)
+    # the parts no longer fill the dim: another view has rearranged it
     if outer * cut * inner != size or 0 in whole.before:
         return None
     run, _ = whole.run(part.dim_cut)
@@ -139,6 +144,7 @@ def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
 
 def _taken_apart(part: Part, whole: WholeView) -> int | None:
     """Returns the dim of a view's result that has the cut indices, where joined dims are taken apart; else None."""
+    # only of a dim that was joined is it unclear which of its factors was cut
     factors = _cut_factor(part, whole) if part.factors is not None else None
     if factors is None:
         return None
@@ -148,6 +154,8 @@ def _taken_apart(part: Part, whole: WholeView) -> int | None:
     fitting = []
     for place, d in enumerate(to):
         behind, size = whole.inside(to, place), whole.after[d]
+        # the dim must hold whole runs of the cut factor, and lie on top of what is inside it
         if inner % behind == 0 and (behind * size) % (cut * inner) == 0:
             fitting.append((size, d in taken, place, d))
+    # the smallest such dim, first of those that no outer axis cuts, is the factor itself
     return min(fitting)[-1] if fitting else None

@@ -29,7 +29,7 @@ class AlikeLayers:
     """The number of a task's layers, and a function that returns the task with another number of them."""
 
     count: int
-    shorter: Callable[[int], Task]
+    shorter: Callable[[int], Task]  # number of layers -> the task with as many
 
 
 def with_layers(config: Any, count: int) -> Any:

@@ -114,6 +114,7 @@ class Slower:
         return False
 
     def _why(self, axis: str, degree: int, seen: _Alone) -> str:
+        """Returns why degrees of an axis beyond this one are not looked at."""
         return (
             f"{axis} beyond {degree} is not looked at: {axis}={degree} takes {seconds_text(seen.seconds)}, the fastest "
             f"step without {seconds_text(self.fastest)}, and more ranks of it, or another axis beside it, only add to "

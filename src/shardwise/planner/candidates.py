@@ -157,6 +157,7 @@ def _sequence(
 
 
 def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
+    """Returns the degrees to look at: up to `most` and not every one; the fixed one alone where there is one."""
     if fixed is not None:
         return [value for value in values if value == fixed]
     # from 8 on only powers of two, and multiples of three for nodes of six devices:
@@ -250,7 +251,9 @@ def plan_of(layout: Layout, precision: str) -> Plan:
 def family(layout: Layout) -> str:
     """Returns the name of a layout's kind: which axes are split, and what ZeRO shards."""
     parts = []
+    # ranks that share state count as one kind, however many there are
     if layout.dp > 1 or layout.sharded.state:
+        # shards inside a group, replicas over the groups
         parts.append(layout.sharded.name + (" hybrid" if layout.sharded.state and layout.replicas > 1 else ""))
     if layout.tiles > 1:
         parts.append("domain")
@@ -304,6 +307,7 @@ def data_layouts(
 
 def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
     """Returns pairs (samples of the largest micro-batch, number of micro-batches) for one data rank's share."""
+    # even: every rank has the same micro-batches
     if batch % dp == 0:
         return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
     splits = []
@@ -373,9 +377,11 @@ def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterato
     for degree in divisors(world):
         for cp in divisors(degree):
             ulysses = degree // cp
+            # both at once multiply the search: only where both are asked for
             both = cp > 1 and ulysses > 1
             if rings not in (None, cp) or heads not in (None, ulysses) or (both and (rings is None or heads is None)):
                 continue
+            # heads are dealt inside a node, where an all-to-all is fast, unless --fix says otherwise
             if (cp <= most or rings is not None) and (ulysses <= min(most, node) or heads is not None):
                 yield Layout(cp=cp, ulysses=ulysses, others=others, seq=1)
 
@@ -406,8 +412,10 @@ def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Returns grids (tiles along each dim), fewest tiles first; of each number those with the shortest borders."""
     chosen: list[tuple[int, ...]] = []
     for tiles in divisors(world):
+        # of more tiles nothing is looked at unless a grid is asked for
         if 1 < tiles <= MOST_TILES:
             every = product(*(divisors(tiles) for _ in sizes))
+            # a grid of more tiles than cells along a dim has empty ones
             grids = [g for g in every if math.prod(g) == tiles and all(n <= s for n, s in zip(g, sizes, strict=True))]
             chosen += sorted(grids, key=lambda grid: _border(grid, sizes))[:GRIDS]
     return [_grid(grid) for grid in chosen]

@@ -227,6 +227,7 @@ def tokens(config: Any, count: int) -> torch.Tensor:
     special = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
     ids = torch.full((1, count), next(index for index in range(len(special) + 1) if index not in special))
     end, rows = _find(config, "eos_token_id"), _find(config, "vocab_size")
+    # some heads (sequence classification of T5 or BART) read the state at the end token, and fail without one
     if isinstance(end, int) and isinstance(rows, int) and 0 <= end < rows:
         ids[:, -1] = end
     return ids

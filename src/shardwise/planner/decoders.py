@@ -76,9 +76,11 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     differ by more than dense ones in front), and `InputError` for numbers that cannot be true.
     """
     kind = config.get("model_type") or ("gpt2" if "n_embd" in config else "llama")
+    # asked before its numbers, which another family names otherwise
     if why := _other_family(kind) or _other_than_a_decoder(config, FAMILIES[kind]):
         raise NotByNumbers(_not_described(where, why))
     numbers = {name: _number(config, words, where) for name, words in WORDS.items()}
+    # without these there is nothing to forecast
     if missing := [WORDS[name][0] for name in NEEDED if numbers[name] is None]:
         raise NotByNumbers(_not_described(where, f"it lacks {', '.join(missing)}"))
     return _shape(config, {name: value or 0 for name, value in numbers.items()}, FAMILIES[kind], where)
@@ -104,6 +106,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
     """Returns the shape of a member of a family. `numbers`: by the keys of `WORDS`, 0 where the file gives none."""
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
+    # the first layers of some mixtures have one plain feed-forward; a model without experts has nothing else
     dense = min(numbers["dense_layers"], numbers["layers"]) if experts else 0
     latent = {"q_latent", "kv_latent", "rope_dim", "value_dim"} if family.latent else set()
     bias = bool(config.get(family.bias_key, family.bias))
@@ -170,6 +173,7 @@ def _contradiction(shape: Shape) -> str:
 
 
 def _kv_heads(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily) -> int:
+    """Returns how many heads of keys and values a configuration means."""
     if family.one_kv:  # Falcon and StarCoder: several only where the file says so
         if config.get("new_decoder_architecture"):
             return numbers["kv_heads"] or numbers["heads"]
@@ -245,14 +249,14 @@ class DecoderFamily:
     """
 
     tied: bool = False
-    gated: bool = True
-    bias: bool = False
+    gated: bool = True  # the feed-forward has three matrices
+    bias: bool = False  # on every layer's matrices
     bias_key: str = ""
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # on queries, keys and values alone
     qkv_key: str = "attention_bias"
-    qk_norm: bool = False
-    layer_norm: bool = False
-    norm_bias: bool = True
+    qk_norm: bool = False  # queries and keys are normalised head by head
+    layer_norm: bool = False  # else RMS norms
+    norm_bias: bool = True  # of layer norms
     positions: int | None = None
     one_kv: bool = False
     latent: bool = False

@@ -104,10 +104,10 @@ class _Where:
     software: Software
     precision: str
     plan: Plan | None
-    say: Say
+    say: Say  # tells the progress
     randomness: Randomness
     channels_last: bool | None
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # lines for the answer
 
     def refuse_layout(self, what: str) -> None:
         """Raise `InputError` where channels-last is asked for of `what`, a model without images."""

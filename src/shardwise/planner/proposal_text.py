@@ -29,6 +29,7 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
         "",
         *_rows(search.proposals[:top], f"{best.forecast.rate[1]}/s"),
     ]
+    # the fastest plan may be one that this version only forecasts
     if best.runnable:
         lines += ["", f"no plan that this version runs fits; the first lacks: {best.runnable}"]
     if search.later:
@@ -42,6 +43,7 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
         *(f"  {line}" for line in forecast_lines(best.forecast)),
         *(f"  {line}" for line in rank_map(best.layout, cluster)),
     ]
+    # a plan that cannot run has no command
     if not best.runnable:
         lines += ["", f"to run it: {command}"]
     lines += ["", "why the other families lost:", *_lost_lines(search.lost)]
@@ -97,6 +99,7 @@ def _shown(plan: str, most: int = 110) -> str:
 
 
 def _rate(value: float) -> str:
+    """Returns a number as text with three digits and k, M, G or T."""
     for unit in ("", "k", "M", "G"):
         if value < 1000:
             return f"{value:.3g}{unit}"

@@ -52,18 +52,18 @@ class _Looked:
     crowded  of those that fit the devices and not their host: what the nearest needs there, and its layout
     """
 
-    fits: list[tuple[float, Layout]] = field(default_factory=list)
-    tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)
+    fits: list[tuple[float, Layout]] = field(default_factory=list)  # (estimated seconds of a step, layout)
+    tightest: dict[str, tuple[float, Layout]] = field(default_factory=dict)  # by family
     crowded: tuple[Room, Layout] | None = None
-    considered: int = 0
-    stopped: bool = False
+    considered: int = 0  # how many layouts were looked at
+    stopped: bool = False  # before all were, for want of time
 
 
 def search(
     subject: Subject, cluster: Cluster, constraints: Constraints | None = None, *, precision: str = "bf16",
     say: Say = silent, show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> Search:  # fmt: skip
-    """Search the plans of a subject on a cluster; raises `InputError` where none fits, with the nearest.
+    """Returns the `Search` of a subject's plans on a cluster; `InputError`, with the nearest, where none fits.
 
     An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.
 
@@ -284,6 +284,7 @@ def _seconds(item: tuple[float, Layout]) -> float:
 
 
 def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
+    """Whether a plan passes a test that raises `RefusedPlan`."""
     try:
         test(candidate)
     except RefusedPlan:
@@ -302,6 +303,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
         if len(run) >= SIMULATED and (name in seen or name in later):
             continue
         candidate = plan_of(layout, precision)
+        # listed apart, the best of each family, unless nothing else fits
         if lacking(candidate):
             if name not in later and not senseless(candidate):
                 later[name] = layout
@@ -327,6 +329,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
             raise _none_fits(result.proposals, capacity)
         result.proposals = fitting or result.proposals
         result.proposals = _sorted(result.proposals, capacity)
+        # the first few are forecast again by traces of their own micro-batch, which may change the order
         if subject.exact is not None:
             result.proposals = _exact(subject, result.proposals, precision, capacity, say)
         fastest = min(p.forecast.step_s for p in result.proposals)

@@ -33,6 +33,7 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
     reads = subject.reading() if subject.reading is not None else None
     if reads is not None and (wait := reads.wait(best.layout, subject.global_batch)) > best.forecast.step_s:
         out.append(_input_bound(reads, wait, best))
+    # advice on distributing; there is none where there is one device
     if cluster.world_size > 1:
         single = _alone(subject, best.layout, capacity)
         if single is not None:
@@ -50,6 +51,7 @@ def notes(subject: Subject, cluster: Cluster, result: Search, capacity: float) -
         waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
         if waiting > 0.4:
             out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
+    # exact randomness costs time: the user learns how much only where it is much
     if subject.draws is not None and (pair := subject.draws(best.layout)) and pair[0] > DRAWN * pair[1]:
         out.append(
             f"randomness: numbers of one process, the default, take {1 - pair[1] / pair[0]:.0%} of a step of replicas "
@@ -176,6 +178,7 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
 
 def contradiction(world: int, constraints: Constraints) -> str:
     """Returns a sentence on how fixed fields contradict each other, a limit or the devices; "" where they do not."""
+    # only what the user fixed can contradict itself
     if not constraints.fixed:
         return ""
     try:
@@ -184,6 +187,7 @@ def contradiction(world: int, constraints: Constraints) -> str:
         return f"--fix contradicts itself: {error}"
     for name, most in constraints.most:
         asked = constraints.value(name)
+        # a fixed degree above its own limit leaves nothing to search
         if isinstance(asked, int) and asked > most:
             return f"--fix {name}={asked} contradicts --max-{name} {most}: leave one of them out"
     if plan.world_size > world:
@@ -219,11 +223,13 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
     """Returns which fixed fields no searched plan has, and their possible values; "" where there is no plan at all."""
     limits = replace(constraints, fixed=(), check=None)
     plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
+    # the same search without what is fixed: nothing there either means another reason
     if not plans:
         return ""
     problems = []
     for name, value in constraints.fixed:
         values = {getattr(plan, name) for plan in plans}
+        # told by value, as far as there are few of them
         if value not in values:
             choices = ", ".join(map(shown, sorted(values, key=lambda choice: (str(type(choice)), choice))[:FEW_VALUES]))
             problems.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={choices}")

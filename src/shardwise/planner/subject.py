@@ -91,6 +91,7 @@ def _forecast(shape: Shape, layout: Layout) -> Layout:
         raise RefusedPlan(f"ep={layout.ep} deals experts over ranks, and {shape.name or 'this decoder'} has {have}")
     stages, parts = layout.pp * layout.chunks, shape.layers + 2
     if stages > parts:
+        # every stage has a layer, the embedding or the head at least
         raise RefusedPlan(
             f"{stages} stages of {parts} parts: {shape.name or 'this decoder'} has {shape.layers} layers, an embedding "
             "and a head, and every stage holds one of them at least: lower pp or stages_per_rank"
@@ -99,6 +100,7 @@ def _forecast(shape: Shape, layout: Layout) -> Layout:
         raise RefusedPlan("domain cuts fields of space, and a decoder's samples are sequences: use cp or cp_ulysses")
     if layout.others:
         named = ", ".join(f"{name}={degree}" for name, degree in layout.others)
+        # an axis that only a traced module has
         raise RefusedPlan(f"{named} is forecast by tracing a module, and a decoder's numbers are none: name its task")
     if layout.position_chunks > 1:
         raise RefusedPlan(

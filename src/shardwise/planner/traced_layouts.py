@@ -91,6 +91,7 @@ class TracedLayouts:
         return layout.sharded.weights or layout.recompute != "none" or layout.micro_batch < self.traced.samples[0]
 
     def _can_hold(self, layout: Layout, _: set[Layout]) -> bool:
+        """Whether a rank's device may hold the layout; says beforehand what takes long."""
         if self._takes_long(layout):
             # a search shows its first table before this: test_a_first_table_is_there_before_anything_is_rehearsed
             self.traced.before_long(inf)
@@ -112,6 +113,7 @@ class TracedLayouts:
         refused: set[Layout] = set()  # what cannot be traced without recompute cannot be with it
         for layout in map(constraints.applied, layouts):
             plain = layout.with_(recompute="none")
+            # layout/rules refuses the two together
             if layout.recompute == "selective" and placements(layout.offload, "activations"):
                 continue
             if constraints.fixed and not constraints.allows(plan_of(layout, self.traced.precision)):
@@ -239,6 +241,7 @@ class TracedLayouts:
         forecast = self.traced.simulate(best, self.batch)
         if forecast.parts.get(HALOS, 0.0) < WORTH * forecast.step_s:
             return []
+        # who fixed one of the two keys wants no other value tried
         asked = [constraints.value(name) is not None for name in ("domain_overlap", "domain_depth")]
         beside = [] if any(asked) else [best.with_(domain_overlap="always")]
         # domain_depth does not run beside compile (layout/rules)

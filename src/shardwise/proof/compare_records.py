@@ -56,6 +56,7 @@ def compare(parity: Parity, single: Record, ranks: Record) -> None:
             if kind != "optimizer" or ranks.states_known:  # a notice of the ranks says why it is not known
                 _compare_named(parity, kind, single.of(kind, step), ranks.of(kind, step), floors[kind], step)
     for deviation in ranks.deviations:
+        # a rank whose state is not known has nothing that could deviate
         if deviation.kind != "optimizer" or ranks.states_known:
             _compare_deviation(parity, single, deviation)
     _look_for_nothing(parity, single, ranks)
@@ -140,8 +141,10 @@ def _compare_one(
 def _look_for_nothing(parity: Parity, single: Record, ranks: Record) -> None:
     """Note gradients and parameters in which nothing happened: agreement on them proves nothing."""
     last = single.parameters[-1]
+    # frozen parameters may stay: only what is trained must move for agreement to mean something
     still = {n for n in single.trained if (a := single.initial[n]) is not None and torch.equal(a, _there(last[n]))}
     reached = {n for gradients in single.gradients for n, g in gradients.items() if g is not None and bool(g.any())}
+    # only the gravest is told: without any gradient, still parameters follow from it
     if not single.trained & reached:
         parity.unproven.append("every gradient is zero in one process, so that any plan would agree with it")
     elif single.trained == still:
@@ -150,6 +153,7 @@ def _look_for_nothing(parity: Parity, single: Record, ranks: Record) -> None:
         unreached = single.trained - reached
         _tell(parity, unreached, "has a gradient of zero in every step, so that its training is not proven")
         _tell(parity, still & reached, "did not move, so that its update is not proven")
+    # 0: the technique has no buckets (FSDP2); only exactly one says that an order was possible and not seen
     if ranks.buckets == 1:
         parity.notes.append(
             "scope: gradients of a single parameter travel in one bucket; the order of several is not seen"

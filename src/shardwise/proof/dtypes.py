@@ -129,6 +129,7 @@ def watched(engine: Engine) -> Iterator[SeenDtypes]:
     seen.buffers = {str(place): named(tensor) for place, tensor in enumerate(engine.technique.gradient_buffers())}
     for slot in engine.technique.slots:
         seen.masters[slot.name], seen.gradients[slot.name] = named(slot.master), named(slot.master.grad)
+    # owners have whole masters beside the pieces in the slots
     for index, master in engine.state.owners.masters.items() if engine.state.owners is not None else ():
         seen.masters[engine.state.names[index]] = named(master)
     seen.states = of_states(engine.optimizer)

@@ -43,10 +43,12 @@ class EpsWatch:
 
     def begin(self) -> None:
         """Take over the gradients and values that the update will use. Called before it."""
+        # no eps was raised: there is no second optimizer to feed
         if not self.others:
             return
         for name, param in self.named:
             if param.grad is not None:
+                # a sparse gradient has no abs().max(), and unlisted rows are zeros
                 gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
                 size = float(gradient.abs().max()) if gradient.numel() else 0.0
                 self.gradients[name] = max(self.gradients.get(name, 0.0), size)
@@ -63,9 +65,11 @@ class EpsWatch:
         before = {name: other.detach().clone() for name, other in self.others.items()}
         self.own.step()
         for name, param in self.named:
+            # without a gradient the optimizer leaves it alone; without elements there is no largest update
             if name not in self.others or param.grad is None or not param.numel():
                 continue
             with_own, raised = self.others[name] - before[name], param - self._before[name]
+            # both updates are compared by the size of the one that the user's eps makes
             if float((with_own - raised).abs().max()) > CHANGED * float(with_own.abs().max()):
                 self.changed.add(name)
 

@@ -43,6 +43,7 @@ def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: P
         raise failure from None
     runs = list(nudged_runs(task, narrow))
     halved = run_oracle(task, replace(narrow, halves=True))
+    # halves of the batch show another order of sums; only where the loss adds up over samples
     if all(abs(a - b) <= HALVES_AGREE * abs(b) for a, b in zip(halved.losses, record.losses, strict=True)):
         runs.append(halved)
     noise: Noise = {}

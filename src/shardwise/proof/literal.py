@@ -33,8 +33,8 @@ class LiteralExtra:
 class LiteralLoss:
     """One result of a task's loss: its sum, its weight, and extra terms by name."""
 
-    total: torch.Tensor
-    weight: float
+    total: torch.Tensor  # (), with its graph
+    weight: float  # what the sum is divided by, over all micro-batches
     extras: dict[str, LiteralExtra] = field(default_factory=dict)
 
 

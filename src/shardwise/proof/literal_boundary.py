@@ -24,6 +24,7 @@ WIDTH = 2  # cells beyond an edge
 def unlike_boundary(task: Task) -> list[str]:
     """Returns a sentence for the first of two operations that finds other cells than the task's boundary says."""
     edges = task.spatial.edges if isinstance(task.spatial, Domain) else ()
+    # the task declares no boundary: torch's own zeros
     if not edges:
         return []
     dims, kinds = len(edges), [kind for _, kind in edges]
@@ -74,6 +75,7 @@ def _cell(place: Sequence[int], sizes: Sequence[int], kinds: Sequence[str]) -> l
     for p, n, kind in dims:
         if kind == "periodic":
             cell.append((p + turned * n // 2) % n)
+        # inside the field along this dim, whatever its kind
         elif 0 <= p < n:
             cell.append(p)
         elif kind == "reflect":
@@ -82,6 +84,7 @@ def _cell(place: Sequence[int], sizes: Sequence[int], kinds: Sequence[str]) -> l
             cell.append(0 if p < 0 else n - 1)
         elif kind == "pole":
             cell.append(-1 - p if p < 0 else 2 * n - 1 - p)
+        # "zeros": nothing is there
         else:
             return None
     return cell

@@ -57,6 +57,7 @@ class CheckedRandom(GlobalRandom):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # what casts there were inside is left out by now (`trace/double`), on both sides
         narrow = (kwargs or {}).get("dtype") in NARROW and torch._C._current_graph_task_id() < 0
+        # recomputation in backward casts again what forward did: once is enough
         if narrow and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
             self._tell(f"{func} rounds float64 to {kwargs['dtype']}, on both sides")
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -76,13 +77,16 @@ class CheckedRandom(GlobalRandom):
     def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
         """Returns 53 random bits of each element, a hash of its place; with `rate`, whether below that share."""
         bits = super()._drawn(key, path, func, shape, device, like, None)
+        # a share of the samples, or sequences packed into rows, is numbered otherwise than by place in this tensor
         whole = self.samples.count == self.samples.total and not any(self.paths.packed)
         if whole and not torch.equal(bits.cpu(), bits_of(key, shape)):
             self._tell(f"{func} draws numbers for elements that are not those of their places")
+        # of other layouts at least: no two elements have one number
         elif len(bits.unique()) < bits.numel():
             self._tell(f"{func} draws the same number for several elements")
         if rate is None:
             return bits
+        # asked for once more with a rate: the two ways to draw must agree element by element
         below = super()._drawn(key, path, func, shape, device, like, rate)
         if not torch.equal(below, bits.double() * 2.0**-53 < rate):
             self._tell(f"{func} takes other elements for less than {rate:g} than those whose numbers are")
@@ -96,6 +100,7 @@ def difference(func: Any, args: tuple, kwargs: dict) -> list[str]:
     """Returns a sentence where a rule of `DRAWS` gives other numbers than torch's operation, else nothing."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     sizes = [math.prod(arg) for arg in args if isinstance(arg, list | tuple)]
+    # few elements say nothing of a mean, so the draw is repeated until there are `NUMBERS`
     held = max([tensor.numel() for tensor in tensors] + sizes, default=1)
     if held == 0:
         return []
@@ -105,6 +110,7 @@ def difference(func: Any, args: tuple, kwargs: dict) -> list[str]:
         theirs = _moments(func(*_repeated(args, times), **kwargs))
     ours = _moments(DRAWS[func](BitSource(_bits, _below), _repeated(args, times), kwargs))
     for (mean, variance, count), (own, own_variance, _) in zip(theirs, ours, strict=True):
+        # two means of random numbers differ by chance: up to `SIGMAS` standard deviations, and rounding
         if abs(mean - own) > SIGMAS * math.sqrt((variance + own_variance) / count) + 1e-9:
             return [f"{func} draws other numbers than torch's: a mean of {own:.4g} where torch's is {mean:.4g}"]
     return []

@@ -44,8 +44,10 @@ def factor(schedule: Any, total: int, step: int) -> float:
     """Returns the factor on the learning rate at a step, counted from 0."""
     rise = (step + 1) / (schedule.warmup_steps + 1) if step < schedule.warmup_steps else 1.0
     low = schedule.final_factor
+    # a constant rate never falls to `final_factor`
     if schedule.name == "constant":
         return rise
+    # warm-up, a constant part, and a fall over the last `length` steps
     if schedule.name == "wsd":
         length = schedule.decay_steps or max(1, round(schedule.decay_fraction * total))
         left = total - step  # steps from this one to the end, itself included
@@ -63,11 +65,14 @@ def _rates(task: Any) -> list[float]:
 
 def _adapters(lora: Any, job: Any) -> list[str]:
     """Returns a sentence for the first adapter whose factor or dropout is not what `[lora]` says."""
+    # no adapters
     if lora.rank is None:
         return []
+    # without alpha it is the rank: a factor of 1, or under rslora the rank's root
     factor = (lora.rank if lora.alpha is None else lora.alpha) / (lora.rank**0.5 if lora.rslora else lora.rank)
     model = job.build_task().model()
     expected, adapted = _adapted(lora.targets, model), {p for p, layer in model.named_modules() if _is_adapted(layer)}
+    # the wrong layers: their numbers need no look
     if expected != adapted:
         path = min(expected ^ adapted)
         return [f"'{path}' has {'an' if path in adapted else 'no'} adapter, and [lora] names {sorted(expected)}"]
@@ -91,12 +96,15 @@ def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
     paths, inside = set(), tuple(f"{path}." for path, layer in model.named_modules() if _is_adapted(layer))
     for path, layer in model.named_modules():
         base = getattr(layer, "base_layer", layer)
+        # within an adapter lie linear layers of its own, which peft does not adapt again
         if not (isinstance(base, torch.nn.Linear) or type(base).__name__ == "Conv1D") or path.startswith(inside):
             continue
         parts = path.split(".")
         for target in targets:
             wanted = target.split(".")
+            # as many last parts as the pattern has: "q_proj" and "attention.q_proj" name the same layer
             ends = len(wanted) <= len(parts) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
+            # peft's "all-linear" leaves out the output layer
             if (ends and target != "all-linear") or (target == "all-linear" and base is not head):
                 paths.add(path)
     return paths
@@ -145,11 +153,14 @@ def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> l
     """
     config, told = job.effective.config, []
     expected = steps(config.train, samples, job.batch_samples)
+    # None: steps were given, and follow from nothing
     if expected is not None and job.steps != expected:
         epochs = f"{config.train.epochs:g} epochs of {samples} samples"
         told.append(f"{epochs} are {expected} steps, and the run has {job.steps}")
     times = rate(config.optimizer, config.train.batch_tokens or job.batch_samples)
+    # the rate before scaling: the configuration's, or the task's own optimizer with factor 1
     before = [config.optimizer.lr] if job.lr is not None else _rates(job.with_(lr_factor=1.0).build_task())
+    # a configured rate is the same in both of the trial's groups
     for unscaled, made in zip(before * 2 if job.lr is not None else before, _rates(job.build_task()), strict=False):
         if abs(made - times * unscaled) > NEAR * times * unscaled:
             rule = f"scale_lr={config.optimizer.scale_lr}"
@@ -157,6 +168,7 @@ def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> l
             break
     told += _adapters(config.lora, job) + _reads(config.train.seed)
     told += _fast_masks(config.train.seed) if config.train.randomness == "fast" else []
+    # evenly over the run, and its last step
     looked_at = sorted({total * index // MOST_LOOKED_AT for index in range(MOST_LOOKED_AT)} | {total - 1})
     for step in looked_at:
         if abs(run_factor(step) - factor(config.schedule, total, step)) > NEAR:

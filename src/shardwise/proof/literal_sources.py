@@ -81,6 +81,7 @@ def mistokenized(section: Any, task: Any) -> list[str]:
         return []
     if sum(file.stat().st_size for file in files) > MOST_BYTES or _has_tables(files):
         return []
+    # encoded again from the texts: what training read is a file that may be stale
     tokenizer, wanted = read_tokenizer(section.tokenizer), list[int]()
     for text in (text for file in files for text in _texts(file)):
         wanted += tokenizer.encode(text) + ([] if tokenizer.end is None else [tokenizer.end])
@@ -117,6 +118,7 @@ def _span(source: Any) -> Any:
 
 def _count(source: Any) -> int | None:
     """Returns how many samples a source has by its files or arrays; None where they are not counted here."""
+    # a blend's own `len` is not trusted where a part can be counted
     if isinstance(source, Blend):
         counts = [(_count(one), one) for one in source.sources]
         return sum(len(one) if count is None else count for count, one in counts)
@@ -135,12 +137,14 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
         return _of_tokens
     if isinstance(source, DigitsSource):
         return _of_digits
+    # rows of chats are encoded again for each one: only files small enough for that are read
     if isinstance(source, JsonlSource) and source.encode is not None and _is_read(source):
         return _of_lines
     return _of_arrays if isinstance(source, ArraySource) else None
 
 
 def _of_blend(blend: Blend, index: int) -> Any:
+    """Returns the sample of a blend at a number over all of its sources."""
     for source, length in zip(blend.sources, blend.lengths, strict=True):
         if index < length:
             read = _reader(source)
@@ -214,9 +218,11 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
         else:
             said = [(record["text"], True)]
         pairs = [(token, counts) for text, counts in said for token in source.encode(text)]
+        # the end token counts as learned, so that a model learns to stop
         pairs = pairs if source.end is None else [*pairs, (source.end, True)]
         documents.append(([token for token, _ in pairs], [counts for _, counts in pairs]))
     cut = [(tokens[: source.seq_len], learned[: source.seq_len]) for tokens, learned in documents]
+    # the first token is predicted from nothing, so a document of which it alone would be learned has no loss
     return [(tokens, learned) for tokens, learned in cut if any(learned[1:])]
 
 

@@ -32,13 +32,13 @@ class Located:
     """The first difference. `module` is the path of the module that made it, or that holds the tensor."""
 
     step: int  # -1: before the first
-    phase: str
+    phase: str  # "forward of", "gradient of", ... in the order of a step
     module: str
     tensor: str
     rank: int
     micro_batch: int | None
-    error: float
-    kind: str
+    error: float  # relative to the tensor's largest value
+    kind: str  # what the difference looks like, in words; "" where nothing does
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields as values that JSON holds."""
@@ -49,7 +49,9 @@ class Located:
         when = "before the first step" if self.step < 0 else f"step {self.step}"
         where = f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
         what = f" {self.tensor}" if self.tensor else ""
+        # "forward of", "backward of": the phase is of a module, and has no tensor's name
         if self.phase.endswith(" of") and not what:
+            # the outermost module's path is empty
             what = f" '{self.module}'" if self.module else " the whole model"
         kind = f"; {self.kind}" if self.kind else ""
         return f"{when}: {self.phase}{what}, rank {self.rank}{where}: off by {self.error:.1e}{kind}"
@@ -66,12 +68,14 @@ def first_step(parity: Parity) -> int:
 def locate(parity: Parity, single: Record, ranks: Record, look: Look, traces: Sequence[CallTrace]) -> Located | None:
     """Returns the first difference in the step that was looked at; None where the second run does not show one."""
     step = look.step
+    # different before the first step: initial weights, of which drawing is the likeliest cause
     if first_step(parity) < 0:
         first = _named(parity, single, ranks, "parameter", -1, "initial value of", [])
         return first if first is None or first.kind else replace(first, kind=_DRAWN)
     # ranks of one stage make the same calls: where they do not, the plan has stages
     pipelined = len({tuple(sorted(trace.forward)) for trace in traces}) > 1
     first = _modules(step, look.trace, traces, pipelined)
+    # in the order of a step: the first that differs explains all later ones
     first = first or _named(parity, single, ranks, "buffer", step, "buffer", [])
     first = first or _number(parity, "loss", step, "the loss, of equal outputs", single.losses, ranks.losses)
     first = first or _gradients_of_modules(step, look.trace, traces, pipelined)

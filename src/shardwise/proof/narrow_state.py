@@ -76,9 +76,11 @@ def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) 
     """Compare the variants' runs on every rank, into `parity`: bits of split masters, and a note on codes."""
     uncoded = plan.with_(compile=False, optimizer_state="full")
     exact = ("masters", "gradients")
+    # only these two must agree to the bit, and only where the plan sets them; codes are measured below
     if keys := ",".join(f"{key}={getattr(plan, key)}" for key in exact if getattr(plan, key) != getattr(Plan(), key)):
         place = variants(plan).index(uncoded)
         _compare_bits(parity, [(runs[0], runs[place]) for runs in by_rank], keys, plan.precision)
+    # the last run is the plan as it is, in which every rank must end with the same weights
     unlike = [rank for rank, runs in enumerate(by_rank) if runs[-1].digests != by_rank[0][-1].digests]
     if unlike:
         parity.differences.append(f"rank {unlike[0]} has other weights than rank 0 after {STEPS} steps under {plan}")
@@ -87,6 +89,7 @@ def compare_variants(parity: Parity, plan: Plan, by_rank: list[list[FewSteps]]) 
 
 
 def _compare_bits(parity: Parity, pairs: list[tuple[FewSteps, FewSteps]], keys: str, precision: str) -> None:
+    """Compare each rank's two runs bit by bit, into `parity`."""
     for rank, (full, split) in enumerate(pairs):
         other = [name for name, value in full.digests.items() if split.digests.get(name) != value]
         if other or full.losses != split.losses:

@@ -178,6 +178,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
             loss = loss_of(task, module(*args, **kwargs), part)
             objective = loss.total
             for extra in loss.extras.values():
+                # an extra term counts by its own weight: brought to the loss's, since one division follows
                 factor = 1.0 if extra.weight is None else _ratio(float(loss.weight), float(extra.weight))
                 objective = objective + extra.total * factor
             objective.backward()

@@ -79,10 +79,12 @@ class Parity:
     @property
     def equal(self) -> bool:
         """Whether everything compared is within its bar, and nothing else differs."""
+        # no loss was compared: nothing ran, so nothing is equal
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
         errors = [("loss", "", self.loss_error), ("norm", "", self.norm_error or 0.0)]
         errors += [(kind, name, error) for kind in KINDS for name, error in self.errors(kind).items()]
+        # a NaN error fails `<=`, and so is no agreement
         return all(error <= self.bar(kind, name) or (kind, name) in self.noisy for kind, name, error in errors)
 
     @property
@@ -117,6 +119,7 @@ class Parity:
             return f"refused: {self.refused}"
         if self.error:
             return f"error: {self.error}"
+        # of a small proof the plan that was run; the header names what is compared
         dtype = self.precision or ("float64" if self.float64 else "float32")
         lines = [f"plan {self.proven or self.plan} on {self.world_size} ranks against one process, {dtype}"]
         lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
@@ -126,6 +129,7 @@ class Parity:
         lines += _first_of("different", self.differences)
         lines += [f"  first: {self.first.text()}"] if self.first is not None else []
         lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
+        # the second proof is in the plan's own precision
         lines += _first_of("not proven", self.unproven)
         lines += [f"  note: {note}" for note in self.notes]
         if self.second is not None:
@@ -142,6 +146,7 @@ class Parity:
         return "NOT PROVEN" if any(proof.unproven for proof in proofs) else "EQUAL to one process"
 
     def _line(self, kind: str) -> str:
+        """Returns the line of one kind: its largest error beside the bar, and whose it is."""
         errors = self.errors(kind)
         worst = max(errors, key=lambda name: _times(errors[name], self.bar(kind, name)))
         where = self.worst.get((kind, worst), "") if errors[worst] > self.bar(kind, worst) else ""

@@ -40,10 +40,12 @@ def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     params = [param for param in module.parameters() if param.requires_grad]
     masters = [torch.nn.Parameter(_in(param.detach(), master)) for param in params]
     for param in module.parameters():
+        # as a rank has it: the forward on weights in the compute dtype, the optimizer on masters of their own
         param.data = _in(param.data, compute)
     batch, device = global_batch(task, settings, 0), torch.device(settings.device)
     first, last = bounds(count_of(batch), settings.accumulate)[0]
     part = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), samples_of(batch, first, last))
+    # as one process draws: for all samples of the part
     random, seen = GlobalRandom(BatchDims()), SeenDtypes()
     random.begin(settings.seed, 0, 0, Samples(0, last - first, last - first))
     with random.watching(module), returned(module, seen.given) as seen.returned:
@@ -53,6 +55,7 @@ def single_dtypes(task: Task, plan: Plan, settings: Settings) -> SeenDtypes:
     for param, own in zip(params, masters, strict=True):
         own.grad = None if param.grad is None else _in(param.grad, master)
     optimizer = optimizer_of(task.optimizer, masters)
+    # LBFGS and its kind ask for the loss again; one number is enough for the dtypes of their state
     optimizer.step(*[lambda: objective.detach()] if needs_closure(optimizer) else [])
     seen.states = of_states(optimizer)
     seen.held = {name: named(buffer) for name, buffer in module.named_buffers()}

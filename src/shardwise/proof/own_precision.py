@@ -224,6 +224,7 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
     """Returns one rank's losses, norms and scales in the plan's own precision; of rank 0 also weights. Collective."""
     task, now = job.build_task(), [-1]
+    # one step must overflow, or the loss scale of fp16 would never be seen to shrink
     loss = spoiling(task.loss, lambda: now[0] == OVERFLOWS and _compute(plan) == torch.float16)
     engine = parallelize(task.with_(optimizer=partial(_sgd, rate), loss=loss), plan, **settings.of_engine)
     record = Narrow(rate)
@@ -231,12 +232,15 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
         now[0] = step
         with small_sizes():
             result = engine.step(global_batch(task, settings, step))
+        # 0.0 stands for no loss scale (fp16 alone has one)
         record.scales.append(engine.state.scale.value if engine.state.scale is not None else 0.0)
         record.losses.append(float(result.loss))
         record.norms.append(float(result.grad_norm))
         record.skipped += bool(result.skipped)
+    # collective, so every rank asks for the weights, though rank 0 alone keeps them
     weights = {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
     record.weights = weights if engine.rank == 0 else {}
+    # dtypes are noted in one step more, so that looking at them cannot change those that are compared
     with dtypes.watched(engine) as record.dtypes:
         engine.step(global_batch(task, settings, STEPS))
     record.notices = [notice for notice in engine.notices if notice.startswith("compile leaves")]

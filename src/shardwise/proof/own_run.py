@@ -58,11 +58,11 @@ class SeenRun:
 class Watching:
     """Records what a rank's engine has while the loop runs it, and makes the gradients of step `spoilt` infinite."""
 
-    due: tuple[int, ...]
-    decay: float | None
-    spoilt: int | None
+    due: tuple[int, ...]  # steps whose weights are kept
+    decay: float | None  # of the average of the weights; None: there is none
+    spoilt: int | None  # a step; None: none
     seen: SeenRun = field(default_factory=SeenRun)
-    _average: Weights = field(default_factory=dict)
+    _average: Weights = field(default_factory=dict)  # float64, by name
     _engine: Engine | None = None
 
     @contextmanager
@@ -89,10 +89,12 @@ class Watching:
         step, now = engine.steps_done, _whole(engine)
         self.seen.updated.append(step)
         self.seen.switched = has_mode(engine.optimizer)
+        # the average is made again in float64, step by step
         if self.decay is not None:
             for name, value in self._average.items():
                 self._average[name] = self.decay * value + (1 - self.decay) * now[name].double()
         if step in self.due:
+            # an optimizer with two modes evaluates other weights than it trains
             with evaluation_weights(engine.state):  # what is evaluated, and written
                 now = _whole(engine) if has_mode(engine.optimizer) else now
             self.seen.weights[step] = now | {name: t.detach().cpu().clone() for name, t in engine.full_buffers()}
@@ -121,12 +123,14 @@ def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watchi
     if seen.updated != expected:
         told.append(f"steps {seen.updated} were updates, where {expected} are finite")
         return told  # all that follows is numbered by these steps
+    # exactly the spoilt step may be skipped
     skipped = [row["step"] for row in rows if row.get("skipped")]
     if skipped != [step for step in [watched.spoilt] if step is not None]:
         told.append(f"steps {skipped} are told to be skipped, and step {watched.spoilt} overflowed")
     told += _unlike_file(folder / WEIGHTS, seen.weights[last], "the file of weights", rounded=seen.switched)
     if settings.decay is not None:
         told += _off_average(folder / EMA_WEIGHTS, seen, last, plan, settings.steps)
+    # without an evaluation there are no best weights
     if evaluations:
         best = min(sorted(evaluations), key=lambda step: evaluations[step]["eval_loss"])
         told += _unlike_file(
@@ -159,6 +163,7 @@ def _unlike_file(path: Path, weights: Weights, what: str, *, rounded: bool) -> l
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, rounded: bool) -> bool:
+    """Whether two tensors have the same bits, or with `rounded` differ by no more than switching modes rounds."""
     if a.shape != b.shape or torch.equal(a.nan_to_num(), b.nan_to_num()):
         return a.shape == b.shape
     if not rounded or not a.is_floating_point():
@@ -206,6 +211,7 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
     compute, own = dtypes.said(plan)[0], Settings(seed=settings.seed, nudge=nudge)
     for place, (name, param) in enumerate(module.named_parameters()):
         master = held[name].to(dtypes.said(plan)[1]) if name in held else param
+        # a name that the record lacks keeps the value with which the module was built
         param.data = moved_by_epsilon(master.to(compute), own, 0, place)
     for name, buffer in module.named_buffers():
         if name in held:
@@ -214,10 +220,12 @@ def _held_out(task: Task, module: nn.Module, held: Weights, plan: Any, settings:
     chosen = held_out(len(task.eval_data), settings)
     total = weight = 0.0
     for first in range(0, len(chosen), settings.batch):
+        # drawn as at the run's own evaluation, where reading draws (a crop)
         with drawing(0, 0, first):
             batch = task.eval_data.read(chosen[first : first + settings.batch])
         loss, _ = loss_in(task, module, batch, compute, own, first, set())
         total, weight = total + float(loss.total), weight + float(loss.weight)
+    # a mean over weights, not over batches: the last batch may be short
     return total / weight
 
 

@@ -177,12 +177,15 @@ def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
     length, epoch = len(task.data), 0
     indices = _order(task.data, settings)
     while True:
+        # an epoch's last batch ends with it, and is short
         for first in range(epoch * length, (epoch + 1) * length, settings.batch):
             chosen = indices(first, min(first + settings.batch, (epoch + 1) * length))
+            # the same draws for both ways of reading: the source's own, and sample by sample
             with drawing(settings.seed, epoch, first):
                 batch = task.data.read(chosen)
             with drawing(settings.seed, epoch, first) as drawn:
                 apart = one_by_one(task.data, chosen)
+            # what was drawn for several samples at once cannot be told apart: then the source's own batch stands
             yield batch if apart is None or drawn.together else apart
         epoch += 1
 
@@ -279,6 +282,7 @@ def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
 
 @torch.no_grad()
 def _add_metrics(task: Task, output: Any, part: Any, sums: dict[str, list[Any]]) -> None:
+    """Add a micro-batch's metrics to `sums`, {name: [sum, weight, [what comes after the division]]}."""
     for name, (total, weight, *finish) in (task.metrics(output, part) if task.metrics is not None else {}).items():
         total = torch.as_tensor(total, dtype=torch.float64)
         weight = torch.as_tensor(weight, dtype=torch.float64).expand(total.shape)

@@ -42,6 +42,7 @@ def programs_of(
         with torch.random.fork_rng(devices=[]), Fake() as mode, torch.enable_grad():
             fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
             with recorder:
+                # only what runs inside the recorder belongs to a block
                 args, kwargs = inputs(fake)
                 module(*args, **kwargs)
     finally:
@@ -118,6 +119,8 @@ class _Recorder(TorchDispatchMode):
         return handles
 
     def _enter(self, block: _Block) -> Callable:
+        """Returns the hook before a block's forward."""
+
         def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             self.running.append(block)
             block.enter((args, kwargs))
@@ -125,6 +128,8 @@ class _Recorder(TorchDispatchMode):
         return enter
 
     def _leave(self, block: _Block) -> Callable:
+        """Returns the hook after a block's forward."""
+
         def leave(module: nn.Module, args: tuple, output: Any) -> None:
             block.leave(output)
             self.running.remove(block)

@@ -143,6 +143,7 @@ def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) 
     """Add to the record a `Deviation` for each tensor that differs in a bit from rank 0's. Collective."""
     kinds = ("parameter",) if step < 0 else ("gradient", "parameter", "buffer", "optimizer")
     mine: dict[str, dict[str, str | None]] = {kind: {} for kind in kinds}
+    # rank 0's digests stand for all: one message of text, not of tensors
     if engine.rank == 0:
         mine = {
             kind: {name: None if t is None else digest(t) for name, t in record.of(kind, step).items()}
@@ -153,6 +154,7 @@ def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) 
     for kind, name, tensor in answers:
         seen.add((kind, name))
         value = None if tensor is None else kept(tensor)
+        # a tensor on one side alone is a difference too
         if (None if value is None else digest(value)) != expected[kind].get(name):
             record.deviations.append(Deviation(engine.rank, step, kind, name, value))
     # of parameters and buffers a rank may lack those of other stages; gradients and states are gathered everywhere

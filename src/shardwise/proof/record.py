@@ -28,17 +28,17 @@ class Record:
     batches: list[float] = field(default_factory=list)  # a checksum of each step's
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of the whole gradient, before clipping
-    gradients: list[Tensors] = field(default_factory=list)
-    parameters: list[Tensors] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)  # by name, whole
+    parameters: list[Tensors] = field(default_factory=list)  # after the step
     buffers: list[Tensors] = field(default_factory=list)
     states: list[Tensors] = field(default_factory=list)  # of the optimizer: "exp_avg of blocks.0.weight"
-    initial: Tensors = field(default_factory=dict)
-    lr: float = 0.0
+    initial: Tensors = field(default_factory=dict)  # parameters before the first step
+    lr: float = 0.0  # the largest rate of any step
     limits: list[float] = field(default_factory=list)  # by step, up to which elements of gradients are zero (zeros)
     trained: set[str] = field(default_factory=set)  # names of parameters that get a gradient
     notices: list[str] = field(default_factory=list)
-    deviations: list[Deviation] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)  # of this rank's tensors from rank 0's
+    differences: list[str] = field(default_factory=list)  # what no number expresses, in words
     buckets: int = 0  # in which gradients travel, at least; 0: they do not
     dtypes: Any = None  # `SeenDtypes` of a step of this rank in the plan's own precision; None: there was none
     states_known: bool = True  # False: nothing tells how the whole state is made of pieces
@@ -66,6 +66,7 @@ def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
 
     def walk(path: str, value: Any) -> None:
+        # state nests as an optimizer likes (LBFGS keeps lists of tensors): each leaf is named by the way to it
         if isinstance(value, dict):
             for key, item in value.items():
                 walk(f"{path}.{key}" if path else str(key), item)
@@ -74,6 +75,7 @@ def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
                 walk(f"{path}.{place}", item)
         elif isinstance(value, torch.Tensor):
             values[f"{path} of {name}"] = kept(value)
+        # other values (texts, None) are settings, and no numbers that could differ by rounding
         elif isinstance(value, bool | int | float):
             values[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
 

@@ -67,8 +67,10 @@ def explain_by_rounding(parity: Parity, record: Record, runs: Iterable[Record]) 
     for number, other in enumerate(runs):
         add_noise(noise, record, other)
         own = {kind: max(error for which, error in noise.items() if which[0] == kind) for kind in worst}
+        # after two runs: where one process is far from as uncertain as the plan, more runs will not change that
         if number and any(own[kind] < HOPELESS * error for kind, error in worst.items()):
             return
+    # the plan differs by more than one process does from itself: no rounding
     if any(error > ALLOWANCE * own[kind] for kind, error in worst.items()):
         return
     parity.noisy |= beyond

@@ -70,6 +70,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
         ("checkpoint's average of ", {n: single.averages[n] for n in single.averaged}, ranks.saved_averages),
     ):
         for name, value in ours.items():
+            # weights that a checkpoint leaves to the task's files are not in it
             if name in ranks.read_again:
                 continue
             if name not in theirs or theirs[name].shape != value.shape:
@@ -82,6 +83,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
     for name, value in single.states.items():
         kind = name.rpartition("/")[2]
         largest[kind] = max(largest.get(kind, 0.0), float(value.abs().max()))
+    # the optimizer's state by kind: an exp_avg of 1e-9 is zero beside another of 1e-3
     for name, value in single.states.items():
         parameter, _, kind = name.rpartition("/")
         if name not in ranks.states or ranks.states[name].shape != value.shape:
@@ -92,6 +94,7 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
         parity.optimizer_error[f"checkpoint's {kind} of {parameter}"] = error
     for name, count in single.counts.items():
         saved = ranks.counts[name]
+        # a count that one side lacks is a difference
         if saved is None or count is None or not math.isclose(saved, count, rel_tol=NUMBER_BAR):
             parity.differences.append(f"{name}, as the run's files tell: {saved}, of the plain loop {count}")
     counts = f"{len(ranks.saved)} weights and buffers, {len(ranks.saved_averages)} averages"

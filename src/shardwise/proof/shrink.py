@@ -62,9 +62,9 @@ class _SmallTask:
     """Callable that makes the small task on each rank from the original reference."""
 
     reference: Any
-    samples: int
-    kept: Kept
-    corner: Corner = ()
+    samples: int  # of a batch
+    kept: Kept  # blocks that stay, by the path of their list
+    corner: Corner = ()  # cells of fields that stay
 
     def __call__(self) -> Task:
         task = resolve_task(self.reference)
@@ -123,6 +123,7 @@ class _Shallow:
 
 
 def _cut(module: nn.Module, kept: Kept) -> None:
+    """Take out of the module's lists the blocks that do not stay."""
     for path, indices in kept.items():
         container: Any = module.get_submodule(path)
         for index in reversed(range(len(container))):  # from the end: deleting moves those behind
@@ -136,7 +137,7 @@ class _Depth:
 
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # what is not covered then, in words
 
 
 def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
@@ -191,8 +192,10 @@ def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Co
     """Returns ((dim, cells) that stay of each field of a batch, notes); adds to what `depth` leaves out."""
     dims = field_dims(task, batch) if small.tiles > 1 else ()
     leaves = tree_flatten(batch)[0]
+    # all fields have the same extents of space: one of them tells
     sizes = next((tuple(leaf.shape[d] for d in along) for leaf, along in zip(leaves, dims, strict=False) if along), ())
     few = tuple(map(_small_extent, sizes, (*small.domain, *[1] * len(sizes))))
+    # as small already
     if few == sizes:
         return (), []
     corner = tuple(tuple(zip(along, few, strict=True)) if along else () for along in dims)
@@ -262,8 +265,10 @@ def _lists(module: nn.Module) -> dict[str, int]:
     lengths = {}
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in blocks):
         container = module.get_submodule(parent)
+        # in a plain list or a dict of modules an entry that is left out could be asked for by its key
         if isinstance(container, nn.ModuleList | nn.Sequential):
             children = [f"{parent}.{name}" if parent else name for name, _ in container.named_children()]
+            # a stem or a head among the blocks is no repetition, and must not be left out
             if blocks.issuperset(children):
                 lengths[parent] = len(container)
     return lengths
@@ -308,6 +313,7 @@ def _runs(module: nn.Module, task: Task, batch: Any) -> bool:
 
 def _scope(plan: Plan, small: Plan, samples: int, of: int, depth: _Depth) -> str:
     """Returns the note on what the small proof covers of the plan, and what not."""
+    # only what is larger there is left out
     has, not_has = [], []
     if small.pp > 1:
         stages = small.pp * small.stages_per_rank

@@ -77,12 +77,15 @@ def _less(tensor: torch.Tensor, extents: frozenset[int]) -> torch.Tensor:
 def _extents(task: Any) -> frozenset[int]:
     """Returns the sizes of a batch's dims behind the first that can be one less without one process failing."""
     resolved, precision, fine = resolve_task(task), Precision.of(Plan()), set[int]()
+    # the extents of what a source reads are its own: `OddTask` changes batches alone
     if resolved.batch is None:
         return frozenset()
     leaves = [leaf for leaf in tree_leaves(resolved.batch(0)) if isinstance(leaf, torch.Tensor)]
+    # small extents are kinds (channels of a picture), not lengths
     for extent in sorted({n for leaf in leaves for n in leaf.shape[1:] if n > LEAST}):
         less = OddTask(task, False, frozenset({extent}))()
         assert less.batch is not None
+        # a model that cannot be copied cannot be tried alone: its extents stay
         with suppress(Untried):
             if failure_alone(less, precision, less.batch(0)) is None:
                 fine.add(extent)
@@ -105,8 +108,10 @@ def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
                 second = prove(OddTask(task, grid, less), third)
             except InputError:  # so few samples, such extents or values are not for this task
                 continue
+            # another axis may be possible with three ranks
             if second.refused:
                 continue
+            # on a grid sums may be infinite or undefined: then the same without it, before the plan is found at fault
             if not grid or second.parity or (not second.unproven and _finite(second)):
                 parity.second = second
                 parity.notes.append(f"not met: {_not_met(third, grid, less)}")
@@ -122,11 +127,14 @@ def _finite(parity: Parity) -> bool:
 def _thirds(plan: Plan) -> Iterator[Plan]:
     """Yields plans with 3 in the place of one 2, and at last the plan itself."""
     changes: list[dict[str, Any]] = [{axis: 3} for axis in AXES if getattr(plan, axis) == 2]
+    # a field's tiles: the first dim that has two
     if 2 in plan.domain:
         at = plan.domain.index(2)
         changes.append({"domain": (*plan.domain[:at], 3, *plan.domain[at + 1 :])})
+    # experts are dealt over ranks of another axis, which has to grow with ep
     if plan.ep == 2:
         changes += [{axis: 3, "ep": 3} for axis in ("dp_shard", *plan.along) if getattr(plan, axis) == 2]
+    # the first plan that the rules let through is enough; the plan itself, at the end, always does
     for change in changes:
         try:
             check(plan.with_(**change))
@@ -137,6 +145,8 @@ def _thirds(plan: Plan) -> Iterator[Plan]:
 
 
 def _not_met(plan: Plan, grid: bool, extents: frozenset[int]) -> str:
+    """Returns what the second proof did not meet, in words."""
+    # an axis of two has never had a third rank, at which sums and messages pass through somebody else
     twos = [
         axis for axis in (*AXES, "ep", "domain") if getattr(plan, axis) == 2 or (axis == "domain" and 2 in plan.domain)
     ]

@@ -323,6 +323,7 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
         after = [sorted(step + 1 for step in record.evaluations) for record in (ranks, single)]
         parity.differences.append(f"the run evaluated after steps {after[0]}, the plain loop after {after[1]}")
     parity.loss_error, parity.norm_error = 0.0, 0.0
+    # as many steps as both have: the difference in number is told above
     for step, (mine, theirs) in enumerate(zip(single.steps, ranks.steps, strict=False)):
         parity.loss_error = max(parity.loss_error, number_error(theirs["loss"], mine["loss"]))
         parity.norm_error = max(parity.norm_error, number_error(theirs["grad_norm"], mine["grad_norm"]))
@@ -333,6 +334,7 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
     rate = max((abs(numbers["lr"]) for numbers in single.steps), default=0.0)
     both = (("", single.weights, ranks.weights), ("average of ", single.averages, ranks.averages))
     for prefix, ours, runs in both:
+        # names of both: a weight on one side alone is a difference
         for name in sorted(ours.keys() | runs.keys()):
             if name not in ours or name not in runs:
                 where = "plain loop" if name in ours else "run"

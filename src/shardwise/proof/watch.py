@@ -137,6 +137,8 @@ class ModuleWatch:
         return [(place, leaf) for place, leaf in floats if leaf.is_floating_point()]
 
     def _gradient(self, key: Key, argument: bool, start: int, count: int, total: int) -> Callable:
+        """Returns a hook that notes the gradient of a call's argument or result, whole over positions."""
+
         def gradient(grad: torch.Tensor) -> None:
             if (key, argument) not in self.trace.backward:  # a second backward through one graph calls the hook again
                 value = kept(self.whole(grad.detach()))
@@ -153,8 +155,10 @@ def rows_of(expected: SampledTensor, actual: SampledTensor) -> torch.Tensor | No
         a.shape == b.shape and actual.count != actual.total and not _has_rows(b, actual.total)
     ):
         return b if a.shape == b.shape else None
+    # other dims than that of samples differ: it is another tensor
     if not a.dim() or a.dim() != b.dim() or a.shape[1:] != b.shape[1:] or not _has_rows(b, actual.total):
         return None
+    # several rows for each sample (tokens): they lie together
     size = b.shape[0] // actual.total
     return b[actual.start * size : (actual.start + actual.count) * size] if a.shape[0] == actual.count * size else None
 

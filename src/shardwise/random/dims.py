@@ -84,6 +84,7 @@ class BatchDims:
         met = [entry for key, entries in self.dims_by_op.items() if key[1:] == (op, len(shape)) for entry in entries]
         fits = [(other, dim) for other, dim in met if dim < 0 or shape[dim] == samples]
         dims = {dim for _, dim in fits}
+        # draws of several modules have this many dims: one whose other sizes agree decides
         if len(dims) > 1:
             # 0: that `samples` fit was seen above, and the other dims decide
             dims = {dim for other, dim in fits if _alike(shape, other, dim, 0)}

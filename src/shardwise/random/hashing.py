@@ -74,6 +74,7 @@ def is_below(key: int, index: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 def _less(value: torch.Tensor, rate: float) -> torch.Tensor:
+    """Returns where random bits, as a share of all numbers, are below `rate`; writes over `value`."""
     limit = _limit(rate)
     if limit is None:
         return torch.ones_like(value, dtype=torch.bool)

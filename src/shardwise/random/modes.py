@@ -87,6 +87,7 @@ class _Paths:
         self.packed.clear()
 
     def enter(self, path: str, packed: PackedRows | None = None) -> None:
+        """Begin a module's draws, by a key of its path."""
         # what is drawn behind the module hangs on the key before it, not on how much was drawn inside
         after = mix(self.key())
         self.stack.append((path, after))
@@ -249,6 +250,7 @@ class GlobalRandom(TorchDispatchMode):
 
 
 def _not_dealt(what: str) -> str:
+    """Returns the refusal of a random operation that cannot be dealt over ranks."""
     return (
         f"random op {what} draws for samples in a way that cannot be dealt over ranks, so its masks would differ from "
         "one process's; draw tensors with a batch dim by dropout, rand, randn, randint, normal, bernoulli, poisson, "
@@ -379,6 +381,7 @@ class ConstantRandom(TorchDispatchMode):
         return output.zero_() if draws_each(func) else output  # else the look would take it for a mix of samples
 
     def _note(self, func, shape: tuple[int, ...]) -> Drawn:
+        """Returns the note of one draw, which counts how often it came."""
         path = self.paths.stack[-1][0] if self.paths.stack else ""
         packed = self.paths.rows_of(shape)
         drawn = Drawn(path, str(func), shape if packed is None else packed[1], packed is not None)

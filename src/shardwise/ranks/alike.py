@@ -60,11 +60,13 @@ def _digest(path: Path) -> str:
 def _own_modules() -> list[tuple[str, Path]]:
     """Returns (file below the working folder, path) of each imported module of the user's own."""
     here, installed = Path.cwd(), [Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib", "stdlib")]
+    # an environment below the working folder is no code of the user's
     installed += [Path(sys.prefix), Path(__file__).parents[1]]
     rows = set()
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
         own = path.is_relative_to(here) and not any(path.is_relative_to(folder) for folder in installed)
+        # a compiled or zipped module has no source to compare
         if own and path.suffix == ".py" and path.is_file():
             rows.add((str(path.relative_to(here)), path))
     return sorted(rows)
@@ -76,6 +78,7 @@ def check_alike(rows: Sequence[dict[str, Any]]) -> None:
     for name in dict.fromkeys(name for row in rows for name in row["alike"]):
         values: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
+            # a fact that one rank lacks (a module that it did not import) differs too
             values.setdefault(row["alike"].get(name, "nothing"), []).append(rank)
         if len(values) > 1:
             differing.append(
@@ -114,6 +117,7 @@ def axis_notices(plan: Plan, hosts: Sequence[str], rates: Mapping[str, tuple[flo
     rates   of an axis: (bytes a second inside a host, between hosts), where a cluster tells
     """
     count = len(dict.fromkeys(hosts))
+    # one host, or unequal ones: no order of ranks keeps groups together then
     if count == 1 or len(hosts) % count:
         return []
     grid, per_host, notices = Grid(plan), len(hosts) // count, []
@@ -121,6 +125,7 @@ def axis_notices(plan: Plan, hosts: Sequence[str], rates: Mapping[str, tuple[flo
         if degree == 1:
             continue
         groups = {tuple(grid.group(rank, (axis,))) for rank in range(len(hosts))}
+        # of the group that is spread most: collectives wait for the slowest
         is_on = max(len({hosts[rank] for rank in group}) for group in groups)
         planned = max(len({rank // per_host for rank in group}) for group in groups)
         if is_on > planned:

@@ -75,9 +75,11 @@ def _answer(store: Any, name: str, world_size: int, until: float) -> None:
         for rank in missing:
             if store.check([f"{_AT}/ask/{rank}"]):
                 word = store.get(f"{_AT}/ask/{rank}").decode()
+                # an earlier attempt's words may lie there: each is answered once, and its rank is gone
                 if word not in answered:
                     store.set(f"{_AT}/answer/{word}", name)
                     answered.add(word)
+        # a rank is there when it says so, not when it was answered
         if not missing:
             return
         if time.monotonic() > until:

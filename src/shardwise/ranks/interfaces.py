@@ -41,11 +41,13 @@ def talk_over_reachable(first_host: str) -> None:
 def unreachable(first_host: str) -> str:
     """Returns why the interface that the user chose reaches no other host, as text; "" where it may, or none is."""
     chosen, route = os.environ.get(CHOSEN), route_to(first_host)
+    # nothing was chosen, or rank 0 is on this host: there is no other host to reach
     if not chosen or sys.platform != "linux" or route is None or _is_loopback(route):
         return ""
     own: dict[str, list[str]] = {}
     for name, address in addresses():
         own.setdefault(name, []).append(address)
+    # gloo takes a list of names
     for name in chosen.split(","):
         if name not in own:
             return f"{CHOSEN}={chosen} on {socket.gethostname()}, which has {', '.join(own)}{_OTHER}"

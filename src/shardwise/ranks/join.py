@@ -67,6 +67,7 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
         await_listener(place, until)
         agent = attempts.agent_store(place.rank, place.world_size)
         store = attempts.fresh(agent, place.rank, place.world_size, meet_s)
+        # torchrun told where rank 0 is: hosts that do not reach each other are found now, where gloo may wait for hours
         if place.master is not None:
             talk_between_hosts(store, place.rank, place.world_size, local_rank, place.master[0], until)
         options |= {"rank": place.rank, "world_size": place.world_size, "store": store}

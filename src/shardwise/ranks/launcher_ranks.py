@@ -40,6 +40,7 @@ class LauncherRanks:
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0) -> list[Any]:
         """Call `function(*args)` on every rank; returns the results in rank order. On rank 0 alone, others `serve`."""
+        # a launcher has started its ranks before the plan was known
         if world_size != self.world_size:
             place = here()
             named = place.named if place is not None else "the launcher"
@@ -53,6 +54,7 @@ class LauncherRanks:
             for rank in range(1, world_size):
                 if rank not in reports and self._store.check([self._key(rank)]):
                     reports[rank] = pickle.loads(self._store.get(self._key(rank)))
+            # the earliest failure is told as the cause: ranks that failed before this one get GRACE_S to report
             if failed_at is None and any(report.failure for report in reports.values()):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + GRACE_S:

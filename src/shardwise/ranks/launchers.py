@@ -202,6 +202,7 @@ def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
 def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
     """Returns MPI's place, else Slurm's: mpirun starts its helpers as Slurm steps, whose names its ranks inherit."""
     open_mpi, pmi, slurm = _of_family(OPENMPI, environ), _of_family(PMI, environ), _of_slurm(environ)
+    # Open MPI's and PMI's variables at once (an mpirun inside another launcher): they must name one place
     if open_mpi is not None and pmi is not None:
         _same(open_mpi, pmi)
     mpi = open_mpi or pmi
@@ -317,6 +318,7 @@ def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
 
 
 def _same(first: LaunchedPlace, other: LaunchedPlace) -> None:
+    """Raise `InputError` where two launchers' variables contradict each other."""
     if (first.rank, first.world_size) != (other.rank, other.world_size):
         raise InputError(
             f"the environment contradicts itself: {_shown(first)} but {_shown(other)}; one of them is left over from "
@@ -345,6 +347,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
     address, port = (environ.get(name, "") for name in MASTER)
     if not address and not port:
         return None
+    # one alone is a mistake: the other would be guessed
     if not address or not port:
         present, missing = MASTER if address else MASTER[::-1]
         raise InputError(

@@ -63,6 +63,7 @@ def named(error: Exception) -> RunError | None:
     """
     import torch.distributed as dist
 
+    # alone, nobody can have been lost
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     echo = not isinstance(error, ShardwiseError) and is_echo("".join(traceback.format_exception(error)))
@@ -83,6 +84,7 @@ def _roll_call(store: Any, world: int) -> RunError | None:
         silent = [rank for rank in silent if not store.check([_key("end", rank)])]
     ends = {rank: store.get(_key("end", rank)).decode() for rank in range(world) if rank not in silent}
     failed = {rank: said for rank, said in ends.items() if said}
+    # a rank that said what it raised is the cause; the silent ones may be its victims
     if failed:
         first = min(failed)
         return RunError(f"{_where(store, [first])} failed, and the others lost it: {failed[first]}")
@@ -95,6 +97,7 @@ def _roll_call(store: Any, world: int) -> RunError | None:
 
 
 def _without_store() -> RunError:
+    """Returns the error of a rank whose store is gone with rank 0."""
     from shardwise.ranks.mpi import here
 
     place = here()

@@ -212,6 +212,7 @@ def _connect(address: Address, until: float) -> Any | None:
 
 
 def _connect_until(address: Address, place: LaunchedPlace, until: float) -> Any:
+    """Returns the store at rank 0's address; `RunError` where it cannot be reached in time."""
     while (store := _connect(address, until)) is None:
         if time.monotonic() >= until:
             raise RunError(
@@ -242,6 +243,7 @@ def _through_file(place: LaunchedPlace, until: float) -> Any:
 
 
 def _file(place: LaunchedPlace) -> Path:
+    """Returns the file in which the ranks of a job find each other; `InputError` for a job without an id."""
     if place.job is None:
         raise InputError(
             f"{place.launcher} gives the ranks no id of their job, so they cannot find each other by themselves: set "
@@ -287,6 +289,7 @@ def _hello(rank: int) -> str:
 
 
 def _say_hello(place: LaunchedPlace, store: Any) -> None:
+    """Tell the others this rank's host and CPUs; `InputError` where another process has its number."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if store.add(f"taken/{place.rank}", 1) != 1:
         raise InputError(

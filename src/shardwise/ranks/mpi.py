@@ -18,6 +18,7 @@ def here() -> LaunchedPlace | None:
     A rank that shardwise itself started (`launch`, `RankPool`) has its place too, while its group is up.
     """
     own = _started_here()
+    # before mpi4py, which tells of the launcher's ranks and not of ours
     if own is not None:
         return own
     world = world_communicator()

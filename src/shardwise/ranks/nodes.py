@@ -28,20 +28,24 @@ def nodes_of(hosts: Sequence[tuple[str, int | None]]) -> list[list[int]]:
     Local ranks decide where all have one. Raises `InputError`, with what to do, where the nodes have unequal numbers
     of ranks, or where a node's ranks do not follow each other.
     """
+    # names of hosts may be the same on several (containers): local ranks tell them apart
     by_local = all(local is not None for _, local in hosts)
     rows = enumerate(hosts)
     first = [local == 0 if by_local else rank == 0 or hosts[rank - 1][0] != host for rank, (host, local) in rows]
     starts = [rank for rank, begins in enumerate(first) if begins]
     nodes = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(hosts)], strict=True)]
     if by_local:
+        # local ranks count from 0 within each node, in order
         in_order = [rank - node[0] for node in nodes for rank in node] == [local for _, local in hosts]
     else:
+        # each name begins once: a host that comes a second time had its ranks dealt in turns
         in_order = len({hosts[node[0]][0] for node in nodes}) == len(nodes)
     if not in_order:
         raise InputError(
             "ranks of one host do not follow each other, as plans lay them out: deal them host by host "
             "(srun --distribution=block, mpirun --map-by slot)"
         )
+    # a cluster's text has one number of devices a node
     if len({len(node) for node in nodes}) > 1:
         sizes = ", ".join(str(len(node)) for node in nodes)
         raise InputError(

@@ -109,12 +109,14 @@ class RankPool:
 
     def _grow(self, world_size: int, imports: str) -> None:
         """Replace idle processes that have died since the last run, and start those that `world_size` lacks."""
+        # a rank that died, or whose device failed, would fail the next job too
         for process in [process for process in self._idle if not process.is_usable()]:
             process.kill()
             self._idle.remove(process)
         fresh = [self._start(imports) for _ in range(world_size - len(self._idle))]
         until = time.monotonic() + START_LIMIT_S
         for rank, process in enumerate(fresh, start=len(self._idle)):
+            # one that does not start ends all: the others would wait to meet it
             if not process.wait_ready(until):
                 error = start_error(rank, process.exit_code(wait_s=1.0))
                 for other in fresh:
@@ -123,6 +125,7 @@ class RankPool:
         self._idle += fresh
 
     def _start(self, imports: str) -> RankProcess:
+        """Returns a new rank process; its output goes nowhere where the pool is quiet."""
         self._started += 1
         name = f"shardwise-rank-{self._started}"
         if not self.quiet:

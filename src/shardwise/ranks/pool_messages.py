@@ -26,10 +26,10 @@ class RankCall:
     world_size: int
     store: str  # path of the FileStore
     backend: str | None  # None: choose by the devices of this machine; OWN: the accelerator's, though ranks share it
-    threads: int
-    group_timeout_s: float | None
-    search_path: list[str]
-    directory: str
+    threads: int  # of torch in the rank
+    group_timeout_s: float | None  # of its process group's collectives; None: torch's own
+    search_path: list[str]  # Python's, as the caller has it
+    directory: str  # in which the caller stands
     environment: dict[str, str]
     call: bytes  # pickled (function, args)
     record: str = ""  # path of this rank's record, without its number; "": nobody watches
@@ -66,11 +66,13 @@ class _ByValue(pickle.Pickler):
         torch = sys.modules.get("torch")
         if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
+        # sparse tensors and those without values have no buffer of elements to copy
         if value.layout != torch.strided or value.device.type == "meta":
             return NotImplemented
         from shardwise.device import on_host  # here, since it imports torch
 
         whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        # else a copy: of a view alone and not all of its storage, off the device, without a graph
         if on_host(value.device) and whole and value.is_leaf:
             return _as_bytes(value) if _is_plain(value) else NotImplemented
         copy = value.detach().cpu().clone()

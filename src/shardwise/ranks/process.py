@@ -150,6 +150,7 @@ class RankProcess:
         self._stacks.close()
 
     def _signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
         if self.process.exitcode is None:
             try:
                 os.kill(self.pid, number)
@@ -205,6 +206,7 @@ def allow_files(ranks: int) -> None:
 
 def _hidden() -> str:
     """Returns a sentence on the user's files that hide modules of Python by their names; "" where none does."""
+    # the user's own folders: the installation's modules are what would be hidden
     folders = {Path(each or ".").resolve() for each in sys.path if not each.startswith((sys.prefix, sys.base_prefix))}
     files = [file for folder in sorted(folders) for file in sorted(folder.glob("*.py"))]
     hiding = [str(file) for file in files if file.stem in sys.stdlib_module_names]

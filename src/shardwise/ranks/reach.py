@@ -43,6 +43,7 @@ def unanswered(store: Any, world: int, first: bool, listener: socket.socket, unt
     own   addresses at which this host is reached; none: it says by itself why
     """
     mine = -1
+    # one rank of a host speaks for it; the others only count as come
     if first:
         mine = store.add("reach/hosts", 1) - 1
         place = [socket.gethostname(), listener.getsockname()[1], own]

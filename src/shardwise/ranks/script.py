@@ -62,6 +62,7 @@ def of_script(trace: str, path: str) -> str:
     ours = lines[-1].startswith(_OURS)
     if ours and re.search(r"\[\S+\.py, line \d+(: .*)?\]", lines[-1]):
         return ""
+    # raised before the script's first line, or in a thread of its own: nothing of it to begin at
     if start is None:
         return "" if ours else trace
     if ours:  # its message says what is wrong: where in the script is all that is missing
@@ -75,8 +76,10 @@ def _without_ours(lines: list[str]) -> Iterator[str]:
     dropping = False
     for line in lines:
         if frame := _FRAME.match(line):
+            # torch's frames are dropped only below ours: those that the script called stay
             ours = frame[1].startswith(_FOLDER)
             dropping = ours or (dropping and "/torch/" in frame[1])
+        # the error's own lines come last and belong to no frame
         elif not line.startswith("    "):
             dropping = False
         if not dropping:

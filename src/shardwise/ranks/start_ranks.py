@@ -28,7 +28,7 @@ class RankEvent:
 
     kind: str
     rank: int
-    pid: int
+    pid: int  # of its process
     text: str = ""
 
 
@@ -204,6 +204,7 @@ def _end_early(asked: _Asked) -> None:
 def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
     """Context: an event that a first signal sets, so that ranks are asked to stop; a second one acts as before."""
     asked = _Asked()
+    # Python lets the main thread alone set handlers
     if on_stop is None or threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -220,6 +221,7 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
         if came == "same":
             return
         early = came == "first" and not asked.begun()
+        # the signal comes again to whatever handled it before, which ends this process
         if came == "another" or (early and number == signal.SIGINT):
             restore()
             os.kill(os.getpid(), number)
@@ -243,7 +245,7 @@ class _Terminated(BaseException):
 
 @contextmanager
 def _sigterm_as_exception() -> Iterator[None]:
-    """Let SIGTERM unwind the body, so that it ends the ranks; then deliver it to whoever handled it before."""
+    """Context: SIGTERM unwinds the body, so that it ends the ranks; then whoever handled it before gets it."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield

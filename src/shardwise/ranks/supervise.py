@@ -120,6 +120,7 @@ def watch(
 
 def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice | None) -> bool:
     """Add this rank's report or exit to the outcome; returns whether it has ended."""
+    # before the exit code: a rank that ended well has left its report in the pipe
     if process.connection.poll():
         report = process.read_report()
         failure = _death(number, process) if report is None else report.failure
@@ -197,6 +198,7 @@ def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None
 
 def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> ShardwiseError:
     """Returns the error of the first cause: the earliest failure that is not merely an echo of a peer's end."""
+    # a rank that raised an error of ours is a better reason than the hang that followed from it
     if outcome.finding is not None and not any(failure.own_class for failure in outcome.failures):
         return _hang_error(outcome, outcome.finding, world_size, what)
     if not outcome.failures:
@@ -206,6 +208,7 @@ def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | 
         return _finish(RunError("\n".join(lines)), min(late), outcome)
     first = min(outcome.failures, key=lambda failure: (_is_echo(failure), failure.at))
     kind = _class_of(first)
+    # an error of ours keeps its class, by which callers and exit codes tell refusals from failures
     if kind is not None:
         error = rebuilt(kind, first.message)
         error.add_note(f"raised on rank {first.rank} of {world_size}:\n{first.traceback}")
@@ -239,8 +242,10 @@ def _class_of(failure: Failure) -> type[ShardwiseError] | None:
 
 
 def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = None) -> Any:
+    """Returns the error with the rank, the reason and the steps done; what followed from the first failure as notes."""
     error.rank, error.steps = rank, outcome.steps
     error.reason = "late" if first is None else "died" if first.died else "raised"
+    # without a first failure the ranks were late, and their stacks say where
     for failure in outcome.failures if first is not None else ():
         if failure is not first:
             error.add_note(f"what followed: rank {failure.rank}: {failure.headline.splitlines()[0][:200]}")

@@ -281,6 +281,7 @@ def _own_class(error: BaseException) -> bytes | None:
 
 
 def _flush() -> None:
+    """Flush what the job has printed, where the streams are still open."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -158,22 +158,22 @@ class Cuts:
 
     @property
     def inner(self) -> tuple[tuple[str, int], ...]:
-        """(name, degree) of each axis that cuts positions, outermost first."""
+        """Returns (name, degree) of each axis that cuts positions, outermost first."""
         return inner_axes(self.domain, **dict(self.along))
 
     @property
     def cut_positions(self) -> int:
-        """Ranks over which positions are cut, of a sequence or of space."""
+        """Returns over how many ranks positions are cut, of a sequence or of space."""
         return math.prod(size for _, size in self.inner)
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which `zero` shards."""
+        """Returns over how many ranks `zero` shards."""
         return self.shard * self.cut_positions
 
     @property
     def sharded(self) -> ZeroStage:
-        """What ranks hold as shards, as far as that is played."""
+        """Returns what ranks hold as shards, as far as that is played."""
         return STAGES[self.zero]
 
     @property
@@ -221,7 +221,7 @@ class TaskAnalysis:
 
     @cached_property
     def built(self) -> Built:
-        """The task's module without values, built once."""
+        """Returns the task's module without values, built once."""
         built = build_deferred(self.task.model, 0)
         make_gradients_dense(built.module)
         built.pairs = hold_pairs(built.module)
@@ -229,7 +229,7 @@ class TaskAnalysis:
 
     @cached_property
     def few(self) -> Any:
-        """The few samples from which cuts are derived; a large one is repeated, since its shape alone counts."""
+        """Returns the few samples from which cuts are derived; a large one is repeated: its shape alone counts."""
         if self.task.data is not None and self.task.batch is None and batch_bytes(self.sample) > LARGE_BYTES:
             return repeated(self.sample, min(SAMPLES, len(self.task.data)))
         return few_samples(self.task, Plan(), Axis.alone("data"), torch.device("cpu"))
@@ -313,6 +313,7 @@ class CutRehearsal:
         self.sent_by_stage: dict[tuple[Place, int, int], dict[int, MessageSpec]] = {}
 
     def _cut(self) -> StagePlacement:
+        """Returns the stages of the module's forward, as the first rank of the pipeline sees them."""
         built, precision = self.looks.built, Precision.of(self.plan)
         blocks = blocks_of(built.module, self.plan.wrap, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]
@@ -330,7 +331,7 @@ class CutRehearsal:
 
     @property
     def alike(self) -> list[int]:
-        """By rank of tp, the first rank that holds as much of every weight: with even cuts, 0 for all."""
+        """Returns, by rank of tp, the first rank that holds as much of every weight: with even cuts, 0 for all."""
         first: dict[tuple[int, ...], int] = {}
         cuts = self.derived.cuts.values() if self.derived is not None else ()
         counts_by_rank = [tuple(cut.owners.counts[rank] for cut in cuts) for rank in range(self.cuts.tp)]
@@ -343,7 +344,7 @@ class CutRehearsal:
 
     @property
     def telling_places(self) -> list[Place]:
-        """Places that hold the most: of tiles one with neighbours on most sides; of a sequence both ends.
+        """Returns the places that hold the most: of tiles one with neighbours on most sides; of a sequence both ends.
 
         Under a causal mask the last positions read the most, unless a rank has positions from either end; the first
         rank has one more where the ranks do not divide them.
@@ -351,8 +352,10 @@ class CutRehearsal:
         zigzag = self.positions is not None and self.positions.zigzag
 
         def along(name: str, size: int) -> list[int]:
+            # without zigzag the last rank of a causal ring computes most, and the first may hold one position more
             if name == "cp" and not zigzag:
                 return sorted({0, size - 1})
+            # a tile inside has neighbours on both sides; elsewhere all ranks are alike
             return [1 if name in SPACE and size > 2 else 0]
 
         return [*product(*(along(*axis) for axis in self.cuts.inner))]

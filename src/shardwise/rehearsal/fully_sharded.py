@@ -145,7 +145,7 @@ class FakeFullShard(FullShard):
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of the sharded weights of each FSDP2 unit but the root, in the order of modules."""
+        """Returns the elements of the sharded weights of each FSDP2 unit but the root, in the order of modules."""
         sizes = []
         for unit in self.units[:-1]:
             cut = (child._parameters[leaf] for child, leaf, _ in self.inside(unit))
@@ -154,19 +154,19 @@ class FakeFullShard(FullShard):
 
     @property
     def held_elements(self) -> int:
-        """Elements, of a master's width, of all weight shards on this rank, the padding to even shards included."""
+        """Returns the elements, in a master's width, of all weight shards of this rank, padding included."""
         shards = [param for param in self.module.parameters() if isinstance(param, DTensor)]
         return sum(_padded(shard) * shard.dtype.itemsize for shard in shards) // self.precision.master.itemsize
 
     @property
     def rows(self) -> Counter[tuple[int, int]]:
-        """(indices along the dim that is cut, elements at each) of the weights that are trained."""
+        """Returns how many trained weights have each (indices along the dim that is cut, elements at each)."""
         cut = [(param.shape[param.placements[-1].dim], param.numel()) for param in self._cut()]
         return Counter((rows, elements // rows) for rows, elements in cut)
 
     @property
     def held_gradients(self) -> int:
-        """Bytes of the shards of gradients, once all are there."""
+        """Returns the bytes of the shards of gradients, once all are there."""
         return 0 if self._freed else sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
 
     def _cut(self) -> list[DTensor]:

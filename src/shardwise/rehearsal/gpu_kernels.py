@@ -64,10 +64,12 @@ class Fused(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # replaced in `functional` too, since a mode is off inside torch's own functions
         if func is _ATTENTION:
             return self._attend(*args, **kwargs)
         if func is _DROPOUT or func is torch.dropout:
             return _dropout(func, *args, **kwargs)
+        # one call of cuDNN on a GPU; None where it has none for these arguments
         if func in RECURRENT:
             result = as_one_call(func, args, kwargs, partial(_dropout, _DROPOUT))
             if result is not None:
@@ -78,6 +80,7 @@ class Fused(TorchFunctionMode):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
+        """Returns attention as a GPU's kernels keep it; as torch has it where masks or cut positions need that."""
         if self.scores and dropout_p:
             self.wrote_scores = True
             return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
@@ -98,6 +101,7 @@ def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:
 
 
 def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns dropout as a GPU's kernel keeps it: with a mask of one byte for each element."""
     training = kwargs.get("training", kwargs.get("train", args[0] if args else True))
     inplace = kwargs.get("inplace", len(args) > 1 and args[1])
     # nothing is drawn, or the result lies in the input: a mask is no matter there

@@ -121,6 +121,7 @@ class Count(TorchDispatchMode):
     def _contract(self, args: tuple) -> None:
         """Count `_trilinear`, three factors broadcast along given dims, as one product over the summed dims."""
         shapes = []
+        # each factor lacks some dims, in which it is broadcast
         for factor, places in zip(args[:3], args[3:6], strict=True):
             shape = list(factor.shape)
             for place in sorted(places):
@@ -128,6 +129,7 @@ class Count(TorchDispatchMode):
             shapes.append(shape)
         whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
         deep = math.prod(whole[place] for place in args[6])
+        # the largest dim as rows: what else is left is columns
         rows, *others = sorted((size for place, size in enumerate(whole) if place not in args[6]), reverse=True) or [1]
         self._product(1, rows, math.prod(others), deep)
 

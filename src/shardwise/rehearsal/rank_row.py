@@ -238,6 +238,7 @@ class Rehearsal:
             del waiting[key]
             return
         gradients: list[torch.Tensor | None] = [None]
+        # the last stage begins at its loss, and is sent no gradient
         if op.stage < len(owner) - 1:
             self._await("B", owner[op.stage + 1], messages)
             gradients = [torch.empty_like(output) if output.requires_grad else None for output in outputs]
@@ -294,6 +295,8 @@ class Rehearsal:
         ]
 
     def _forward(self, batch: Any, stage: int, inbox: list, model: nn.Module, staged: StagedModule | None) -> Any:
+        """Returns the output of a stage for a micro-batch, or of the whole model."""
+
         def forward() -> Any:
             args, kwargs = inputs_of(self.task, batch, self.precision)
             return model(*args, **kwargs)

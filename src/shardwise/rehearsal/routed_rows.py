@@ -34,9 +34,11 @@ class RoutedRows:
     @classmethod
     def of(cls, cuts: Cuts, data_place: int, place: Place, positions: Positions | None, batch: Any) -> RoutedRows:
         """Returns the rows of the rank at `place` along the axes that cut positions, on data rank `data_place`."""
+        # without ep every rank has all experts
         if cuts.ep == 1:
             return cls(0, (0,), (1,))
         places = [*product(*(range(size) for _, size in cuts.inner))]
+        # ranks of ep are dealt over data ranks first, then over shares of positions
         here = data_place * len(places) + (places.index(place) if place else 0)
         index = here % cuts.ep
         group = range(here - index, here - index + cuts.ep)
@@ -57,6 +59,7 @@ class RoutedRows:
 
 def _positions_at(cuts: Cuts, place: Place, positions: Positions | None, batch: Any) -> int:
     """Returns how many positions the rank at a place has, of the first tensor of a batch that is cut; 1 if none is."""
+    # positions are not cut: rows are counted by samples
     if positions is None:
         return 1
     axes = {axis.name: axis for axis in axes_at(cuts.plan, place)}
@@ -67,5 +70,6 @@ def _positions_at(cuts: Cuts, place: Place, positions: Positions | None, batch: 
             left: dict[int, int] = {}
             for (_, dim, owners), axis in zip(there.dealt(leaf.shape, leaf_cuts), over, strict=True):
                 left[dim] = owners.counts[axis.index]
+            # tensors that are cut have the same share of positions: the first one tells
             return math.prod(left.values())
     return 1

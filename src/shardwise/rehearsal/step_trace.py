@@ -149,11 +149,13 @@ def batch_bytes(batch: Any) -> float:
     leaves = pytree.tree_leaves(batch)
     spans: dict[int, tuple[int, int]] = {}
     for leaf in leaves:
+        # views of one storage count together, and gaps between them (padding) with them
         if isinstance(leaf, torch.Tensor) and leaf.numel():
             first = leaf.storage_offset()
             last = first + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
             low, high = spans.get(key := leaf.untyped_storage()._cdata, (first * leaf.itemsize, 0))
             spans[key] = min(low, first * leaf.itemsize), max(high, last * leaf.itemsize)
+    # arrays of numpy have memory of their own
     arrays = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
     return float(arrays + sum(high - low for low, high in spans.values()))
 
@@ -179,6 +181,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
             return leaf
         made = fake.from_tensor(leaf)
         many = torch.cat([made] * samples) if made.dim() else made
+        # the forward may read integers (lengths, indices) in Python, and must find true ones
         if leaf.is_floating_point() or leaf.is_complex():
             return many
         with _disable_current_modes():
@@ -359,19 +362,21 @@ class Arrivals:
 
     @property
     def idle(self) -> int:
-        """Elements of parameters that no gradient reached."""
+        """Returns the elements of parameters that no gradient reached."""
         return sum(self._sizes) - sum(self._seen.values())
 
 
 def note_sizes(counts: StepTrace, model: nn.Module, params: Collection[nn.Parameter], blocks: Iterable[str]) -> None:
     """Set a trace's sizes of the parameters that are held here, of buffers and of blocks (their paths)."""
     counts.parameters, counts.tensors = sum(p.numel() for p in params), len(params)
+    # by what the optimizer moves and what is gathered: sizes that repeat are counted
     counts.in_order = in_order(p for p in params if p.requires_grad)
     counts.wholes = wholes_of(model, (p for p in params if p.requires_grad))
     counts.sizes = Counter(counts.in_order.values())
     counts.gradients = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
     counts.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     counts.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in blocks]
+    # what lies outside of blocks is gathered at once
     counts.rest = counts.parameters - sum(counts.units)
 
 
@@ -417,6 +422,7 @@ def _line_of(error: BaseException) -> str:
 
     ours = str(Path(__file__).parents[1])
     frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    # the user's own code first, then the innermost line of a library that is not torch's
     own = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
     theirs = [f for f in frames if "/torch/" not in f.filename]
     if not (chosen := own or theirs):

@@ -63,6 +63,7 @@ def workspace_bytes(args: tuple) -> int:
     while few > 1 and few_steps * few * of_cell > QUICK_FLOPS:
         few //= 2
     size = _run(few_steps, few, *options)
+    # bytes grow with steps on a line, though not through zero; with sequences in proportion
     if few_steps < steps:
         slope = (size - _run(few_steps // 2, few, *options)) / (few_steps - few_steps // 2)
         size += slope * (steps - few_steps)
@@ -72,11 +73,13 @@ def workspace_bytes(args: tuple) -> int:
 def behind_one_number(func: Any, args: tuple, kwargs: dict) -> int:
     """Returns the elements in the storage behind an op's scalar: 1, or as many as the terms that it sums."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    # a sum of one tensor, or with options, is not asked about: its storage is its own
     if len(tensors) < 2 or kwargs or not all(arg.is_floating_point() for arg in tensors):
         return 1
     if not all(arg is None or isinstance(arg, torch.Tensor | int | float) for arg in args):
         return 1
     described = tuple((arg.dim(), arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    # tried once for each kind of call, on small tensors
     return math.prod(torch.broadcast_shapes(*(arg.shape for arg in tensors))) if _holds_all(func, described) else 1
 
 

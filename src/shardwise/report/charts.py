@@ -48,6 +48,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
     drawn = [(colour, name, thinned(points)) for colour, name, points in series if points]
     xs = [x for _, _, points in drawn for x, _ in points]
     ys = sorted(y for _, _, points in drawn for _, y in points if math.isfinite(y))
+    # a run that diverged at once has NaN alone, of which no axis can be made
     if not ys:
         return ""
     left, right = min(xs), max(max(xs), min(xs) + 1)
@@ -74,6 +75,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points if math.isfinite(y))
         title = f"<title>{html.escape(name)}</title>"
         parts.append(f"<polyline class='line c{colour}' points='{path}'>{title}</polyline>")
+        # a line through one point is invisible
         for x, y in points if dots or len(points) == 1 else ():
             label = f"<title>{html.escape(name)}, step {x:g}: {y:.4g}</title>"
             parts.append(f"<circle class='dot c{colour}' cx='{x_of(x):.1f}' cy='{y_of(y):.1f}' r='3'>{label}</circle>")

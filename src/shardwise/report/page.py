@@ -87,6 +87,7 @@ def _pair(parts: Iterable[str]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
     """Returns a table of cells in HTML; the last `numbers` columns are aligned to the right."""
+    # no rows: the caller says what there is instead
     if not rows:
         return ""
     first = len(head) - numbers
@@ -106,8 +107,10 @@ def _overview(runs: Sequence[RunFiles]) -> str:
     """Returns the table of what the runs came to, a column for each."""
     rows: list[tuple[str, Callable[[RunFiles], str]]] = [
         ("task", lambda run: _broken(run.task)),
+        # a run that has ended tells its plan in its summary; one that has not, in its configuration
         ("plan", lambda run: f"<code>{_text(run.summary.get('plan') or run.plan or '')}</code>"),
         ("ranks", lambda run: _text(run.summary.get("world_size") or (run.plan.world_size if run.plan else ""))),
+        # a run without a summary is still going, or was killed
         ("steps", lambda run: f"{len(run.steps)}" + ("" if run.summary else " (not ended)")),
         ("loss", lambda run: f"{run.steps[0]['loss']:.4g} → {run.steps[-1]['loss']:.4g}"),
         ("held-out loss", lambda run: f"{run.held_out[-1]['eval_loss']:.4g}" if run.held_out else "–"),
@@ -129,6 +132,7 @@ def _loss(runs: Sequence[RunFiles]) -> str:
 
 
 def _held_out(runs: Sequence[RunFiles]) -> str:
+    """Returns the chart of held-out losses."""
     series = [
         (at % COLOURS, run.name, [(row["step"] + 1, row["eval_loss"]) for row in run.held_out])
         for at, run in enumerate(runs)
@@ -153,6 +157,7 @@ def _where(runs: Sequence[RunFiles]) -> str:
             spent = {kind: ms for kind, ms in table.items() if kind != "measured"}  # that is all of them together
             parts = {kind: float(ms) for kind, ms in spent.items() if isinstance(ms, int | float) and ms > 0}
             rows.append((f"{name} rank {rank}", parts))
+        # a run that was not profiled has the two figures of its metrics file
         if not tables:
             waits = median(row.get("input_seconds", 0.0) for row in run.steps)
             rows.append((name, {"step": 1e3 * median(r["seconds"] for r in run.steps), "input": 1e3 * waits}))
@@ -162,6 +167,7 @@ def _where(runs: Sequence[RunFiles]) -> str:
 
 
 def _memory(runs: Sequence[RunFiles]) -> str:
+    """Returns the chart of what each rank holds, by class."""
     held = [(f"{short} rank {rank}", {name: each.get(name) or 0 for name in MEMORY})
             for run, short in zip(runs, _short(runs), strict=True)
             for rank, each in enumerate(run.summary.get("memory", []))]  # fmt: skip
@@ -175,8 +181,11 @@ def _memory(runs: Sequence[RunFiles]) -> str:
 def _short(runs: Sequence[RunFiles]) -> list[str]:
     """Returns the names of runs without the parts with which all begin (the date); of one too long, its end."""
     parts = [run.name.split("-") for run in runs]
+    # the date and the task are the same for the runs of a day: what follows them tells them apart
     alike = next((at for at, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
+    # names that are the same to the end keep all of it
     names = ["-".join(each[alike:]) or "-".join(each) for each in parts]
+    # a column's head has room for so many letters
     return [name if len(name) <= 20 else f"…{name[-19:]}" for name in names]
 
 
@@ -191,6 +200,7 @@ def _key(name: str) -> str:
 
 
 def _forecasts(runs: Sequence[RunFiles]) -> str:
+    """Returns the table of forecasts beside measurements."""
     rows = []
     for run, name in zip(runs, _named(runs), strict=True):
         for what, pair in (run.summary.get("forecast") or {}).get("beside", {}).items():
@@ -216,6 +226,7 @@ def _bytes(value: float) -> str:
 
 
 def _wire(runs: Sequence[RunFiles]) -> str:
+    """Returns the table of collectives with their bytes."""
     rows = []
     for run, name in zip(runs, _named(runs), strict=True):
         for row in run.wire:
@@ -230,6 +241,7 @@ def _settings(runs: Sequence[RunFiles]) -> str:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     apart = [key for key in keys if len({run.settings.get(key, ("", ""))[0] for run in runs}) > 1]
     tables = ""
+    # one run differs from nobody
     if len(runs) > 1:
         rows = [(_key(key), *[_setting(run, key) for run in runs]) for key in apart]
         tables += "<p>Settings that are not alike:</p>" + (_table(["", *_named(runs)], rows) or "<p>none</p>")

@@ -81,6 +81,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """Returns the object in a file; {} where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

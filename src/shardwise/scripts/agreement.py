@@ -56,9 +56,11 @@ def compare(engine: Engine, tally: Tally) -> None:
     tally   of a step that is complete, with what `note` wrote
     """
     rows = tally.alike_by_rank
+    # the control row went round the ranks that add up gradients alone: those of other axes (tp) are compared here
     if engine.mesh.gradients.size < engine.mesh.world.size:
         rows = read(gather_rows(row_of(list(tally.alike), engine.device), engine.mesh.world), "what ranks draw and set")
     batches_apart, generators_apart, settings_apart = (any(row[at] != rows[0][at] for row in rows) for at in range(3))
+    # samples first: a sampler that draws by torch's generator moves it too, and this message names the sampler
     if batches_apart:
         raise RunError(
             f"the ranks' loaders drew other samples in step {engine.steps_done}: the sampler draws from a generator "
@@ -92,9 +94,11 @@ def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None
     leaves = {dotted(path): _bits(leaf) for path, leaf in tree_flatten_with_path(given)[0]}
     mine = zlib.crc32(repr(sorted(leaves.items())).encode())
     told = gather_json(mine, world, device)
+    # the usual case: one number from each rank, and no names
     if len(set(told)) == 1:
         return
     everybody = gather_json(leaves, world, device)
+    # each rank is compared with the first alone: one name is enough to find the mistake
     rank = next(rank for rank, number in enumerate(told) if number != told[0])
     names = everybody[0].keys() | everybody[rank].keys()
     name = min((name for name in names if everybody[0].get(name) != everybody[rank].get(name)), default="")
@@ -127,8 +131,10 @@ def same_samples(look: list[float], checksum: int, world: Axis, device: torch.de
     checksum  of the indices; those that differ are told in the step
     """
     everybody = gather_json([checksum, look], world, device)
+    # the loaders drew other indices, so other samples say nothing here: `compare` raises for that at the step's end
     if any(one != checksum for one, _ in everybody):
         return
+    # within rounding: ranks may read on unlike processors
     told = [torch.tensor(one, dtype=torch.float64) for _, one in everybody]
     for rank, one in zip(world.ranks, told, strict=True):
         if one.shape != told[0].shape or not torch.allclose(one, told[0], rtol=1e-3, atol=1e-6, equal_nan=True):
@@ -221,15 +227,19 @@ class Meeting:
             pause_s = min(2 * pause_s, _PAUSE_S)
 
     def _look_around(self, what: str, here: str, *, late: bool) -> None:
+        """Raise `RunError` where a rank will not come to the call `what`: it parted, has ended, or is `late`."""
+        # another rank has raised already, and will never come: raise its message here, not a timeout
         if self._store.check([_APART]):
             raise _as_error(self._store.get(_APART).decode())
         away = [rank for rank in self.world.ranks if not self._store.check([f"{here}/{rank}"])]
         ended = [rank for rank in away if has_ended(self._group_store, rank)]
+        # `away` is empty where the last rank came since it was counted
         if away and (ended or late):
             why = "has ended" if ended else f"did not come in {self.wait_s:g} s"
             self._part(f"rank {self._rank} comes to {what} [{line_of_script()}], and rank {(ended or away)[0]} {why}")
 
     def _part(self, what: str) -> None:
+        """Tell the other ranks that calls differ, and raise."""
         message = (
             f"{what}: every rank is needed for these calls, in the same order, since each holds a part of what they "
             "need. Make them on every rank: decide by numbers that all share (the loss that backward returns, "

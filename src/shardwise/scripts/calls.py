@@ -154,19 +154,24 @@ class Calls(Loop):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before a forward: returns (args, kwargs) cast, cut to samples and positions; follows draws."""
         assert self.engine is not None
+        # tensors of a torch.func transform have no memory that could be sent
         if self.mesh.world.size > 1:
             refuse_transform()
+        # methods that are called by themselves see whole arguments: their cuts were never rehearsed
         if self._door is not None and self.entries.now is not None and torch.is_grad_enabled():
             raise RefusedPlan(
                 f"a {type(self.entries.now).__name__} of the model is called by itself where positions are cut, which "
                 "is followed around the model's own call alone: let model(...) call it, or leave cp, cp_ulysses and "
                 "domain out"
             )
+        # a parameter that the script put in another's place would be used here, and not trained
         if (script := self._script()) is not None:
             script.settle()
         self.inside += 1
         trains = self._trains(module)
+        # the outermost call alone meets the loader's batches; calls inside it are part of it
         if self.inside == 1 and self.mesh.data.size > 1:
+            # a script without a loader: what the model is given is the batch
             if trains and self.leader.unfed:
                 self.leader._comes_unfed((args, kwargs))
             self.leader.select_batch_for_forward((args, kwargs), trains=trains)
@@ -175,15 +180,19 @@ class Calls(Loop):
         precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))
+        # samples that every rank has (a GAN's fixed noise) count once in the joined statistics
         if module.training and self._joined and not (trains and self.whole is not None):
             self._see_whether_same(args, kwargs)
+        # an evaluation draws nothing for samples, and is not looked at
         if not trains:
             return self._cut(args, kwargs)
         self.called, self.used, self._spent = True, self.dealt, False
         self.resume()
+        # once for each entry (the model, and methods that the script calls): each has outputs of its own
         if self._looks and self.entries.now not in self._looked:
             self._looked[self.entries.now] = ModelLook([], [])
             self._look(self.engine, args, kwargs)
+        # the door of loss_scope="global": this rank's samples go in, and `_leave` gathers
         if self.whole is not None and self.whole.spreads and self.inside == 1:
             self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
@@ -192,6 +201,7 @@ class Calls(Loop):
             if not self.draws.alike:
                 look = self._look_now
                 self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn)
+        # "fast": each rank draws for itself, but not what another rank, or its own last forward, has drawn
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))
@@ -251,12 +261,15 @@ class Calls(Loop):
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
         trains = self._trains(module)
+        # outputs of all ranks' samples, once the outermost call is over
         if self.whole is not None and self.whole.spreads and not self.inside and trains:
             output = self.whole.leave(output)
         if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
+        # what the script computes of cut outputs may gather, which is told with its line
         if self._door is not None and not self.inside:
             Gathers.on_gather = weakly(self._gathers_outside)
+        # a hook on what is returned tells when the script's backward reaches the model
         if trains and (self.recorded or self._door is not None):
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
@@ -308,10 +321,13 @@ def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Call
     if not isinstance(loader, PartLoader):
         return None
     leader = loader.events
+    # `prepared.split` makes a `PartLoader` with bare `Events`, whose batches no model trains on
     if not isinstance(leader, Calls):
         raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
+    # what the first model was prepared with, read from its `WholeBatch`
     scope = "sample" if leader.whole is None else "global" if leader.whole.spreads else "model"
     same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, scope)
+    # on one data rank the scope changes nothing, and the first model's reads as "sample" whatever was given
     if same != (mesh.data.size, mesh.data.index, randomness, loss_scope if mesh.data.size > 1 else "sample"):
         raise InputError(
             "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "

@@ -126,6 +126,7 @@ class Heard:
     def _listen(self, engine: Engine) -> None:
         """Have `_arrives` called for each gradient at a parameter: by its bucket where it has one, else by a hook."""
         for technique in techniques_of(engine):
+            # FSDP2 reduces within backward, and tells of each gradient itself
             if isinstance(technique, FullShard):
                 technique.heard = self._arrives
                 self.recorded.append(Recorded(technique, weakly(self._passes)))
@@ -135,6 +136,7 @@ class Heard:
             in_buckets |= {id(param) for bucket in buckets.buckets for param in bucket.params}
         # now: in a backward under zero=3 the module holds what its units have gathered
         for _, param in trainable(engine.module):
+            # a DTensor's gradient is a piece: FSDP2 tells of it
             if not isinstance(param, DTensor) and id(param) not in in_buckets:
                 param.register_post_accumulate_grad_hook(weakly(self._arrives))
 

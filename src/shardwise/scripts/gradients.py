@@ -93,6 +93,7 @@ class Gradients:
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Set `param.grad = value`, the same value on every rank."""
         name = self._names.get(id(param))
+        # None over nothing changes nothing, and needs no rank; a parameter outside the plan is torch's own affair
         if name is None or (value is None and (self._script.are_whole() is None or self._seen.get(name, name) is None)):
             return
         if self.get(param) is None and name not in self._seen:  # without a backward before
@@ -186,6 +187,7 @@ class Earlier:
 
 def _set_aside(technique: Any) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
     """Returns (copies of gradients, of slots or of FSDP2's parameters, {index: gradient} of uncut ones)."""
+    # FSDP2 accumulates at its own parameters; the other techniques at the slots' masters
     sharded = isinstance(technique, FullShard)
     held = technique.params if sharded else [slot.master for slot in technique.slots]
     uncut = {index: whole.clone() for index, whole in technique._whole_gradients.items()} if sharded else {}

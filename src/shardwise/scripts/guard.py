@@ -113,6 +113,8 @@ def refuse_hooks(model: nn.Module, plan: Plan) -> None:
     spread = plan.tp > 1 or plan.ep > 1 or plan.sharded.weights
     for name, param in model.named_parameters():
         late = _of_script(param._post_accumulate_grad_hooks)
+        # after accumulation a rank has its summand alone, under any plan; before it, replicas' whole shape lets a
+        # mask be right
         if plan.world_size > 1 and (late or (spread and _of_script(param._backward_hooks))):
             raise RefusedPlan(
                 f"parameter '{name}' has a hook on its gradient, which is given this rank's part of a sum over ranks "
@@ -179,6 +181,7 @@ class FirstSteps:
             self._check_places()
 
     def _check_places(self) -> None:
+        """Raise where a parameter was replaced or thawed, or a hook put on, since the model was prepared."""
         self.places.check()
         refuse_hooks(self._state.module, self._plan)  # put on since prepare
         for name, param in self._frozen:
@@ -229,12 +232,16 @@ class ParametersInPlace:
         """Raise `InputError` where a parameter, or its module, was replaced by another object; `RefusedPlan` where a
         forward wrote into one that its unit gathered, whose version gathering leaves alone."""
         for child, leaf, name, param, of_unit in self._places:
+            # within its unit's forward FSDP2 puts the gathered parameter in the place of the piece: that is no
+            # replacement
             now, gathered = child._parameters.get(leaf), getattr(of_unit, "_unsharded_param", None)
             if now is not param and (gathered is None or now is not gathered):
                 refuse_replaced(name)
+            # gathering leaves the version at 0: a forward wrote, and what it wrote would be freed with the unit
             if gathered is not None and gathered._version:
                 refuse(RefusedPlan(WRITTEN.format(name)))
         for child, leaf, part, name in self._modules:
+            # an empty place (a module set to None) may be filled later
             if part is not None and child._modules.get(leaf) is not part:
                 refuse_replaced(next((f"{name}.{of_part}" for of_part, _ in part.named_parameters()), name))
 

@@ -58,7 +58,9 @@ def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Pla
     sized = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     try:
         rows = samples_in(arguments, name="the model's arguments")
+        # first dims agree on another number than the batch has, and each tensor has a dim of that number: turned
         turned = samples and rows != samples and sized and all(places.of(leaf) is not None for leaf in sized)
+        # the batch itself has samples first (or as many rows): cut by the first dim
         if not turned and (not dim or rows == samples):
             return rows, Places(None, 0)
     except InputError:
@@ -99,11 +101,13 @@ def look_at_model(
     def evaluate(one: tuple[tuple, int]) -> Loss:
         """Returns what stands for the loss on one of `batches`, (call, samples of it); notes its outputs' shapes."""
         call, count = one
+        # by identity: `batches.index` would compare tensors
         at = next(at for at, asked in enumerate(batches) if asked is one)
         try:
             with gate.closed():
                 leaves = outputs(engine.module, call)
         except FAILURES as error:
+            # the model fails on all samples too, or was run without gradients, which the look then asks for
             if count == n or needs_gradients(error):
                 raise
             raise RefusedPlan(
@@ -186,11 +190,11 @@ class ModelLook:
     """What a look showed: batch norms to join; notices; of each output, the dim that counts samples, where learnt;
     whether some argument has them in another dim than the first; and of draws."""
 
-    batch_norms: list[nn.Module]
+    batch_norms: list[nn.Module]  # to be joined over ranks
     notices: list[str]
     dims: list[Rows | None] | None = None
     arguments_turned: bool = False
-    drawn: BatchDims = field(default_factory=BatchDims)
+    drawn: BatchDims = field(default_factory=BatchDims)  # where draws of a shape have samples
 
     @property
     def turned(self) -> bool:
@@ -234,9 +238,11 @@ class Places:
         """Returns the dim of a leaf that counts samples; None where none does."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
+        # each argument has its samples first
         if self.samples is None:
             return 0
         fits = [at for at, size in enumerate(leaf.shape) if size == self.samples]
+        # where the batch has them, then the first dim; size alone, which may be a chance, only where one dim has it
         known = [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
 
@@ -262,8 +268,10 @@ class _Made:
     def dims(self) -> list[Rows | None] | None:
         """Returns, for each output, the `Rows` of its samples: the dim whose size is their number in every run, or is a
         multiple of it (views); None for one without. None for all: runs gave other numbers of outputs."""
+        # runs of n, 1 and n - 1 samples: before the last has ended a dim's size tells nothing
         if self._dims is None and len(self.shapes) == len(self.sizes):
             runs = [self.shapes[at] for at in range(len(self.sizes))]
+            # outputs of runs that return other numbers of them cannot be matched
             if len({len(shapes) for shapes in runs}) == 1:
                 self._dims = [_rows_of(list(shapes), self.sizes) for shapes in zip(*runs, strict=True)]
         return self._dims
@@ -292,8 +300,10 @@ def _shape(leaf: Any) -> Shape:
 def _rows_of(shapes: list[Shape], sizes: tuple[int, ...]) -> Rows | None:
     """Returns the `Rows` of an output that had these shapes for these numbers of samples; None: no dim follows them."""
     fits = [dim for dim in range(min(map(len, shapes))) if tuple(shape[dim] for shape in shapes) == sizes]
+    # a scalar, or no tensor, has no first dim to hold several views
     if fits or not all(shapes):
         return Rows(fits[0]) if fits else None
+    # rows of several views, one after the other: the first dim is the same multiple of samples in each run
     views = shapes[0][0] // sizes[0]
     return Rows(0, views) if views > 1 and [s[0] for s in shapes] == [views * size for size in sizes] else None
 

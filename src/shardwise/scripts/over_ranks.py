@@ -92,9 +92,11 @@ class OverRanks(WeightAccess):
         """
         self._passes("prepared.gather(...)")
         rows, dealt = whole(tensor).detach(), self.calls.of_loss
+        # one data rank has all rows already
         if self._apart == 1:
             return rows
         part = loader.part if loader is not None else dealt.part if dealt is not None else None
+        # of the main loader a rank without samples holds a stand-in's row, which is left out below
         held = dealt.local.count if loader is None and dealt is not None else max(1, part.count if part else 0)
         if part is None or not rows.dim() or len(rows) != held:
             raise InputError(
@@ -120,9 +122,11 @@ class OverRanks(WeightAccess):
         device = self.mesh.device
         rows = [row_of([v], device) if _is_number(v) else v.to(device, torch.float64).reshape(-1) for v in given]
         row = torch.cat(rows) if rows else row_of([], self.mesh.device)
+        # where every rank holds the whole batch, its number is the sum already
         total = row if self._of_whole_batches else gather_rows(row, self.mesh.data).sum(dim=0)
         parts = list(zip(total.split([len(one) for one in rows]), given, strict=True))
         plain = [part for part, value in parts if _is_number(value)]
+        # one read for all numbers: each read makes the host wait for the device
         numbers = iter(read(torch.cat(plain), "a script's sums") if plain else [])
         return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
 
@@ -137,17 +141,21 @@ class OverRanks(WeightAccess):
 
     def _factor(self, form: str, over: torch.Tensor | float | None, part: Share | None) -> float:
         """Returns the factor that makes this rank's loss a summand of the loss over ranks. Collective for means."""
+        # a sum and its weight add up as they are; whole batches are counted once elsewhere
         if self._of_whole_batches or form in ("weight", "sum"):
             return 1.0
+        # the script says what its mean is over, so that means over unequal numbers weigh right
         if form == "mean_over":
             (total,) = self._sum(over or 0.0)
             return float(over or 0.0) / total if total else 0.0
+        # nobody knows the samples, or there is one data rank: the mean is whole
         if part is None or self._apart == 1:
             return 1.0
         return part.count / part.total if part.total else 0.0  # a mean over this rank's samples
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
         """Returns the weight with which a loss counts; without one given, a step's losses share a weight of 1."""
+        # sums are divided by all weights of their step, and that step's have been divided already
         if form == "weight" and self._earlier is not None and not self._earlier.stepped:
             self._refuse_weights()
         if self._form not in (None, form):
@@ -158,11 +166,13 @@ class OverRanks(WeightAccess):
         self._form = form
         if form != "weight":
             return self._once() if self._micro == 0 else 0.0  # the step's weight of 1 comes with its first micro-batch
+        # a rank that ran on a stand-in counts nothing
         if stands_in or weight is None:
             return 0.0
         return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 
     def _refuse_weights(self) -> None:
+        """Raise `InputError` for a weight in a step whose gradients were divided already."""
         k = self.engine.plan.accumulate
         raise InputError(
             f"prepared.backward(loss, weight) was called {k + 1} times before optimizer.step(): a step's sums are "
@@ -208,5 +218,6 @@ def check_number(value: Any, name: str) -> None:
         raise InputError(
             f"prepared.backward: {name} carries a gradient, and a loss is divided by a number: .detach() it"
         )
+    # of Python's numbers alone: reading a tensor's value would make the host wait for the device in each micro-batch
     if isinstance(value, int | float) and value < 0:
         raise InputError(f"prepared.backward: {name} is {value:g}, which turns the loss around: give how many count")

@@ -43,6 +43,8 @@ class OwnBackwards:
         """
 
         def tried() -> tuple[str | None, str | None]:
+            # only rank 0 keeps a copy and runs this; why not is returned, as `of_first` sends no `Untried` to other
+            # ranks
             if self._copy is None:
                 return None, "the model is too large to be copied, or cannot be"
             module = self._copy.get_submodule(self._paths[entry])
@@ -52,6 +54,7 @@ class OwnBackwards:
             except Untried as why:
                 return None, str(why)
 
+        # `told` follows from the model's code, alike on all ranks, so all come to the gathering or none
         if not self.told or not any(gather_json(asked, self._world, self._device)):
             return None
         text, untried = of_first(tried, self._world, self._device)

@@ -91,13 +91,16 @@ class PartLoader:
 
     def _possible(self, reads: str) -> list[Any]:
         """Returns the methods of reading that are tried in turn; the first that fits the first batch is kept."""
+        # one rank reads by indices as the script does
         if self._ranks == 1:
             return [self._indexed]
         beside = type(self.events) is Events  # held-out data; padding counts there too: a decode's steps are by it
+        # held-out data of torch's own joining cannot pad: each rank reads its part alone
         if reads == "auto" and beside and not joins_by_itself(self.whole):
             reads = "part"
         if reads != "auto":
             return [self._indexed if reads == "part" and not self._dim else self._whole]
+        # a collate function of the script's own may pad to the longest: whole batches first
         return [self._whole, self._watched] if joins_by_itself(self.whole) else [self._watched, self._whole]
 
     def __getattr__(self, name: str) -> Any:
@@ -127,11 +130,13 @@ class PartLoader:
             self._told.begin_epoch()
         try:
             for batch, dealt, checksum in self._read(self._batches(began, batches)):
+                # read beside the batch, since the next one may be fetched before the script has used this one
                 self.part = dealt.part
                 self._out += 1
                 total = dealt.part.total
                 most = max(most, total)
                 self._tell_proof(batch, dealt)
+                # ranks compare the first batch that they read at all
                 if not self._compared:
                     self._compared = True
                     self._told.before_first(self._look, checksum)
@@ -139,6 +144,7 @@ class PartLoader:
                 yield batch
                 self._told.after_batch()
             self._told.after_all()
+            # of a last batch with fewer samples a proof must have seen one
             if self.recorder is not None:
                 self.recorder.epoch_ends(uneven=total < most)
         finally:
@@ -179,11 +185,13 @@ class PartLoader:
 
     def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
         """Returns the dim of this part's tensors that counts its samples; None where it cannot be known."""
+        # whole batches are cut by a dim that is known
         if self._dim_is_known or self._ways[0] in (self._whole, self._sliced):
             return self._dim
         fits = dims_of_samples(batch, dealt.local.count)
         if len(fits) == 1:  # in every batch of the loader
             self._dim, self._dim_is_known = fits[0], True
+        # of several dims with that size the first, unless the loader joins samples in its own way
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _first_way(self) -> Iterator[BatchPart]:
@@ -275,12 +283,16 @@ class PartLoader:
 
     def _sliced(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
         """Yields this rank's parts, cut out of whole batches; the first `_skip` batches are drawn and left out."""
+        # no sampler to skip by: batches are read, which moves generators as in the epoch that was saved
         for _ in range(self._skip):
             next(batches, None)
+        # generators are put where they stood when the checkpoint was written
         if self._skipped is not None:
             self._skipped()
         for number, batch in enumerate(batches, self._skip):
+            # ranks compare the first batch they read; later ones need no look
             self._look = [] if self._compared else look_of(batch)
+            # a DataLoader with batch_size=None: dim 0 would be taken for samples that it does not count
             if self._ranks > 1 and isinstance(self.whole, DataLoader) and not all(t.dim() for t in tensors_of(batch)):
                 raise Unfit(SINGLE)
             total = samples_of(batch, self._dim)
@@ -355,8 +367,10 @@ class PartSampler:
         return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
+        # an epoch that was left by `break` had drawn batches that nobody read
         self.dealt.clear()
         for number, batch in enumerate(self.batches):
+            # drawn all the same, so that the sampler's generator stands as when the checkpoint was written
             if number < self.skip:
                 continue
             if number == self.skip and self.skipped is not None:
@@ -365,11 +379,13 @@ class PartSampler:
             dealt = self.dealer.deal(len(indices))
             self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))
             mine = Indices(indices[dealt.local.start : dealt.local.start + dealt.local.count])
+            # one sample of the first batch is read by every rank beside its own, to compare what they read
             mine.shared = indices[0] if number == self.skip and indices else None
             yield mine
 
 
 def _by_indices(loader: Any) -> bool:
+    """Whether a loader reads samples by index, so that ranks can be given their own."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)

@@ -188,10 +188,10 @@ class PrepareOptions:
     seed: int
     device: torch.device
     check_loss: bool
-    spatial: Domain | None
+    spatial: Domain | None  # as Task.spatial
     loss_scope: Literal["sample", "global", "model"]
     thaws: bool
-    unpacks: int
+    unpacks: int  # 2 or 3: as many as `prepare` was given
 
 
 class Prepared(Stepping):
@@ -261,7 +261,7 @@ class Prepared(Stepping):
         group = {**optimizer.defaults, **group, "params": given}
         with self._gate.open():
             names, trained, nature = self._known([group])
-            if nature.needs > self._nature.needs:
+            if nature.needs > self._nature.needs:  # weights are laid out by now for what the optimizer needed
                 raise InputError(
                     f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor "
                     "than the pieces that the plan gave it: add the group before prepare"

@@ -139,17 +139,20 @@ def look_of(samples: Any) -> list[float]:
     """Returns sizes and a few elements of samples as floats, by which ranks compare whether they read the same ones."""
     look: list[float] = []
     for leaf in tree_flatten(dict(samples) if isinstance(samples, Mapping) else samples)[0]:
+        # other tensors have no flat elements to compare
         if isinstance(leaf, torch.Tensor):
             if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:  # without flat elements
                 continue
             some = _some(leaf.detach().reshape(-1))
             numbers = torch.view_as_real(some.resolve_conj()).reshape(-1) if some.is_complex() else some
             look += [float(leaf.numel()), *numbers.double().tolist()]
+        # arrays of objects and text have no numbers
         elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc":
             numbers = np.array(_some(np.reshape(leaf, -1)))
             look += [float(leaf.size), *numbers.view(numbers.real.dtype).astype(np.float64).tolist()]
         elif isinstance(leaf, bool | int | float):
             look.append(float(leaf))
+        # text is compared by its hash
         elif isinstance(leaf, str | bytes):
             look.append(float(zlib.crc32(leaf.encode() if isinstance(leaf, str) else leaf)))
     return look
@@ -251,7 +254,9 @@ def in_class_of(given: Any, made: Any) -> Any:
 
 
 def _lists_cut(tree: Any, share: Share, samples: int) -> Any:
+    """Returns the tree with lists of one number or string for each of `samples` cut to the share; tensors are cut."""
     kind = type(tree)
+    # lengths or names of samples; any other list is a container of such
     if kind is list and len(tree) == samples and all(isinstance(one, _ATOMS) for one in tree):
         return tree[share.start : share.start + share.count]
     if kind in (list, tuple):

@@ -104,14 +104,17 @@ def _draws(packet: OpOverloadPacket) -> bool:
 def _calls_what_draws(function: FunctionType, seen: set[FunctionType]) -> bool:
     """Whether a function may draw, by the names in its code, of operations and torch's functions, and its closure's;
     one outside of torch may."""
+    # code outside of torch has no tags to tell by
     if function.__module__.partition(".")[0] != "torch":
         return True
     seen.add(function)
     names = _names_in(function.__code__)
     packets = [getattr(torch.ops.aten, name, None) for name in names]
+    # a backward computes recomputed blocks again, with their dropout
     if names & _BACKWARDS or any(isinstance(packet, OpOverloadPacket) and _draws(packet) for packet in packets):
         return True
     inner = [*map(function.__globals__.get, names), *(cell.cell_contents for cell in function.__closure__ or ())]
+    # `seen`: functions may call each other in a circle
     return any(isinstance(one, FunctionType) and one not in seen and _calls_what_draws(one, seen) for one in inner)
 
 
@@ -197,11 +200,14 @@ class SampleDraws(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # switched off by an argument (training=False, p=0): nothing is drawn, so following costs for nothing
         off = kwargs.get("training") is False or any(kwargs.get(name) == 0 for name in _INERT)
+        # no batch at hand, or within a call that is followed already
         if self.part is None or self._follows or not may_draw(func) or off:
             return func(*args, **kwargs)
         self._follows = True
         try:
+            # in the first steps a mode over all operations is on already
             with _Operations(self) if self._all is None else nullcontext():
                 return func(*args, **kwargs)
         finally:
@@ -209,16 +215,19 @@ class SampleDraws(TorchFunctionMode):
 
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the operation's result; what a random one draws is, for each sample, what one process draws."""
+        # no batch, or nothing random: the operation as it is
         if self.part is None or not is_random(func):
             return func(*args, **kwargs)
         draws = not _is_off(func, _named_arguments(func, args, kwargs))
         self.seen |= draws
         self.follows_all |= draws and not self._follows
+        # the model is given the same on every rank: all draw one process's numbers
         if self.alike:
             with draws_of_one_process():
                 return func(*args, **kwargs)
         if self.whole and not self.inside and not _in_backward():  # drawn for whole batches, as in one process
             return func(*args, **kwargs)
+        # outside of the model, what is drawn follows its shape alone; inside, generators are watched too
         if not self.inside:
             return self._draw(func, args, kwargs, self.part)
         self._check()
@@ -265,6 +274,7 @@ class SampleDraws(TorchFunctionMode):
         sized = {name for name in ("size", "shape") if name in names}
         named, self._op = _named_arguments(func, args, kwargs), str(func)
         found_part = self._whose(part, _shape_of(named, sized), args)
+        # of another loader's samples, or of no batch at all
         if found_part is None:
             return func(*args, **kwargs)
         part = found_part
@@ -272,8 +282,10 @@ class SampleDraws(TorchFunctionMode):
         if rows == total:  # positions alone are cut
             with draws_of_one_process():
                 return func(*args, **kwargs)
+        # a permutation of this rank's own samples would mix other samples than one process does
         if func.overloadpacket is torch.ops.aten.randperm and named["n"] == rows:
             raise RefusedPlan(_MIXES)
+        # dropout of 0: nothing is drawn
         if _is_off(func, named):
             return func(*args, **kwargs)
         return self._drawn_for_all(func, args, kwargs, part, sized)
@@ -319,9 +331,12 @@ class SampleDraws(TorchFunctionMode):
     def _place(self, shape: Any, rows: int) -> int | None:
         """Returns the dim of a draw of this shape that counts this rank's `rows` samples; None without one."""
         fits = [at for at, size in enumerate(shape) if size == rows]
+        # what the look at the model saw is certain; -1 is no dim, so None
         seen = self._seen_at(tuple(shape), rows)
         if seen is not None:
             return seen if seen in fits else None
+        # inside a model whose samples lie in other dims, the batch's dim tells nothing, and size alone must be
+        # unambiguous
         known = [] if self.inside and not self._first else [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 

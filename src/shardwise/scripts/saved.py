@@ -50,8 +50,10 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
     if prepared.side is not None:
         prepared.side.recorder.met("a save")
     engine, given = prepared.engine, {name: _node_of(name, value) for name, value in fields.items()}
+    # on replicas too: every rank writes its part of the files
     prepared.meet("shardwise.save(...)", always=True)
     prepared.compare()
+    # torch's schedulers write "initial_lr" into groups
     if not _has_schedule(fields) and any("initial_lr" in group for group in prepared.optimizer.param_groups):
         prepared._notices.say([NO_SCHEDULE])
     loader, calls = prepared.loader, prepared.calls
@@ -75,11 +77,13 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
     Collective. Where cuts wait for the model's first forward in training, weights and state come in with it. Raises
     `InputError` where there is none, or it is another model's.
     """
+    # a proof runs the script from its start, and refuses to go on from a checkpoint
     if recorder() is not None:
         load_refused(folder)
     with opened(folder) as stored:
         fields = stored.manifest.fields.get("script") if stored.manifest is not None else None
         chosen = stored.folder
+    # a checkpoint of a run or of weights alone has no fields of a script's
     if fields is None:
         raise InputError(f"{folder} holds no checkpoint of a script; weights alone: model.load_state_dict(...)")
     if prepared.waits:  # no engine yet: the first training forward makes it and loads this
@@ -91,6 +95,7 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
     prepared.calls.forwards = fields["forwards"]
     Generators.from_json(prepared.loader.whole, fields["generators"]).restore()
     given: dict[str, Node] = fields["given"]
+    # the fields are JSON: a tensor in one would come from another rank's file
     if any(list(leaves(node)) for node in given.values()):
         raise InputError("the checkpoint's fields name tensors, which a script's have not")
     return {name: decoded(node, None, torch.device("cpu"), near=False) for name, node in given.items()}

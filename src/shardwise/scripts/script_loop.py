@@ -200,7 +200,10 @@ class Loop(Heard, Events):
         dealt = dealt if self.whole is None else self._of_whole(dealt.part.total)
         self._last += 1
         handed = Handed(self._last, batch, dealt, checksum, dim, own=own)
+        # batches of which nothing is left can meet no forward
         self._handed = [*(one for one in self._handed if one.lives), handed]
+        # the loop reads ahead: the batch at hand has met no forward yet, or others wait already, so this one queues
+        # behind
         if handed.traced and (self._ahead or (self._now is not None and self._now.awaits)):
             self._ahead.append(handed)
             self.resume()
@@ -218,12 +221,14 @@ class Loop(Heard, Events):
         while self._ahead and self._ahead[0].number <= handed.number:
             self._ahead.popleft()
         dealt, dim = handed.dealt, handed.dim
+        # every model of the loop gets this batch; one whose backward is over begins anew
         for each in self.together:
             each.used = None if each._spent else each.used
             each.dealt, each._done, each._dim = dealt, False, dim
             each.checksum = zlib.crc32(str(handed.checksum).encode(), each.checksum)
             if each.engine is not None:
                 each.engine.state.phase.samples = dealt.part.count
+        # draws from here on are for this batch's samples, of which the whole batch is drawn
         if self._watched is not None:
             self._watched.dim = dim or 0
             if self._draws_on:
@@ -311,14 +316,17 @@ class Loop(Heard, Events):
             lead._now.spent = True
         if lead._watched is not None:
             lead._watched.steps += 1
+        # the batch is used up only when every model that trains on it has
         if not all(each._done for each in self.together):
             return
+        # other batches that the script still holds: draws may be for them
         kept = any(one.lives for one in lead._handed) if lead._over else lead._left_waiting()
         if not (lead._ahead or kept):  # else the next one is there, and draws may be for it
             self.suspend()
 
     def _first_that_fits(self, call: Any, *, trains: bool) -> Handed | None:
         """Returns the first unused batch with as many samples as a forward is given, else the first unused."""
+        # batches that are over are not waited for; in training those of a batch that is still being used up
         waiting = self._waiting(*(self._left_waiting() if trains else ()))
         fits = [batch.fits(call) for batch in waiting]
         if trains and len({batch.dealt for batch in waiting}) > 1:  # of which some may be as many on this rank alone

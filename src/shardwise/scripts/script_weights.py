@@ -127,22 +127,28 @@ class ScriptWeights:
 
     def gradient(self, param: Any, use: str) -> torch.Tensor | None:
         """Returns what `param.grad` gives the script, by `use` (`ParameterUse.gradient`). Collective where gathered."""
+        # a script that puts its own parameter in this one's place asks for that one's gradient
         if use == "successor":
             return param.__dict__["successor"].grad if not self.gate.is_open else _GRAD.__get__(param)
+        # the engine's own read, or the model's: the gradient as torch has it
         if self._passes_gradient(use):
             return _GRAD.__get__(param)
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
             refuse(RefusedPlan(_PIECE.format(".grad")))
+        # the plan has not added it up yet
         if use == "later":
             self._gradients.make_whole()
         return self._gradients.get(param) if use == "whole" else _GRAD.__get__(param)
 
     def set_gradient(self, param: Any, use: str, value: torch.Tensor | None) -> None:
         """`param.grad = value`: whole, the same on every rank."""
+        # outside of the gate the script means the parameter that it put in this one's place
         if use == "successor" and not self.gate.is_open:
             param.__dict__["successor"].grad = value
+        # what the engine, FSDP2 or the model's forward sets is theirs
         elif self._passes_gradient(use) or use not in ("whole", "never") or isinstance(value, DTensor):  # FSDP's own
             _GRAD.__set__(param, value)
+        # a piece's own gradient may be cleared, and nothing else
         elif use == "never":
             _GRAD.__set__(param, None) if value is None else refuse(RefusedPlan(_PIECE.format(".grad")))
         else:
@@ -182,10 +188,14 @@ class ScriptWeights:
 
     def _counted_once(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Returns (args, kwargs) in which a parameter's gradient counts once, though every rank computes it."""
+        # it would return this rank's gradient to the script, which no hook adds up
         if func is torch.autograd.grad:
             refuse(RefusedPlan(TAKEN))
+        # the script's own code (a penalty) is computed alike by data ranks too; the model's forward on each one's
+        # samples
         axes = self._once if self._runs() else (*self._once_beside, *self._once)
         writes = getattr(func, "__name__", "") == "__set__"
+        # a write to an attribute, or what reads no values, has no gradient to count
         if not axes or writes or not reads_values(func) or not torch.is_grad_enabled():
             return args, kwargs
 
@@ -263,10 +273,13 @@ class OptimizerGuard:
 
     def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
         """Guard an optimizer's pieces from the script's reads, from here on; `state`: its state too."""
+        # a second `watch`, for groups that were added, finds the state guarded already
         if state and not isinstance(optimizer.state, StateOfPieces):
             optimizer.state = StateOfPieces(self._gate, optimizer.state)
         own = {id(param) for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        # the model's own parameters answer for themselves; of other classes are pieces that an earlier call has
+        # guarded
         self._masters = [param for param in params if id(param) not in own and type(param) is nn.Parameter]
         for master in self._masters:
             master.__class__ = self._kind
@@ -308,6 +321,7 @@ class StateOfPieces(defaultdict[Any, Any]):
 
     @names_line
     def _refuse_outside(self) -> None:
+        """Raise `RefusedPlan` where the script's own code reads the pieces of the optimizer's state."""
         if not self._gate.is_open:
             raise RefusedPlan(
                 "optimizer.state holds this rank's pieces of the state: read and write it in "

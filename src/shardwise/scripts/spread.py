@@ -92,6 +92,7 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
     """Returns (args, kwargs) of rank 0's call, tensors on the CPU, on every rank. Collective."""
     leaves, spec = tree_flatten(tree_map_only(torch.Tensor, plain, (args, kwargs)))
     mine = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    # sparse tensors are no strided memory that could be sent or labelled
     sparse = next((leaf for leaf in mine if leaf.layout is not torch.strided), None)
     if sparse is not None:
         raise RefusedPlan(
@@ -99,7 +100,9 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
             "followed through dense tensors alone: give it dense (.to_dense()), or as indices and values that the "
             "forward multiplies and adds up by index_add; or leave tp, cp, cp_ulysses, domain and ep out"
         )
+    # rank 0's shapes size the buffers: a rank's own last batch may be smaller
     shapes = gather_json([[list(leaf.shape), str(leaf.dtype)] for leaf in mine], world, device)
+    # else tensors would be received into other arguments, or a rank would wait for one that never comes
     if len(shapes[0]) != len(mine):
         raise RunError(
             f"prepare: rank {world.index} calls the model with {len(mine)} tensors, rank 0 with {len(shapes[0])}: "
@@ -142,6 +145,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, Mapping):
         inside = output.values()
     else:
+        # registered pytrees of a library, and dataclasses that are none
         inside = [leaf for leaf in tree_flatten(output)[0] if leaf is not output]
         if dataclasses.is_dataclass(output) and not (inside or isinstance(output, type)):
             inside = [getattr(output, field.name) for field in dataclasses.fields(output)]
@@ -206,6 +210,7 @@ def on_common_axes(mesh: Mesh) -> Mesh:
 
 
 def _common(axis: Axis) -> Axis:
+    """Returns the axis of a model that was prepared before, of the same ranks; else this one."""
     key = replace(axis, group=None)
     before = _AXES.get(key)
     if before is None or before.group not in dist.distributed_c10d._world.pg_map:  # ended, with its engine or its world
@@ -236,6 +241,7 @@ class Door:
     def _share(self, name: str, leaf: Any) -> Any:
         """Returns this rank's share of the argument `name`; itself where it is no tensor, not cut, or too short."""
         cuts = self._cuts.get(name)
+        # a part over this model's own axes goes in as it is; over another's, sums would run over the wrong ranks
         if isinstance(leaf, Distributed) and leaf.axis.positions and leaf.axis not in self._positions.axes:
             raise InputError(
                 f"the model's {name or 'argument'} was cut over {leaf.axis.name} by another prepared model, whose plan "
@@ -243,6 +249,7 @@ class Door:
             )
         if not cuts or not isinstance(leaf, torch.Tensor) or isinstance(leaf, Distributed):
             return leaf
+        # fewer positions than ranks: some would have none, so each computes all; `enter` says so
         if any(leaf.dim() <= dim or leaf.shape[dim] < self._positions.fewest(axes) for dim, axes in cuts):
             return leaf
         dealt, axes = self._positions.dealt(leaf.shape, cuts), tuple(axis for _, each in cuts for axis in each)

@@ -66,8 +66,10 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_sc
             f"plan {plan}: gradients=as_made in prepare: a script reads or clips gradients between backward and "
             "optimizer.step(): describe the run as a Task and call shardwise.parallelize(task, plan).step(batch)"
         )
+    # the rules of plans, after what a script alone cannot do, whose messages name the way out
     check(plan)
     refuse_hooks(model, plan)
+    # only under axes whose cuts are followed operation by operation
     if waits_for_call(plan) and is_compiled(model):
         raise RefusedPlan(
             f"plan {plan}: the model is compiled, and what is cut is followed operation by operation: give prepare the "
@@ -82,18 +84,21 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise `InputError` for what another library, or another part of torch, has spread already."""
     for path, child in model.named_modules():
         kind, where = type(child).__name__, f"the model's '{path}'" if path else "the model"
+        # of every base, so that a subclass of a wrapper is found, and by name, so that none is imported for it
         homes = [each.__module__ for each in type(child).__mro__]
         if any(home.startswith("torch.nn.parallel") for home in homes):
             raise InputError(
                 f"prepare: {where} is wrapped in {kind}, which deals batches or sums gradients over ranks by itself: "
                 f"leave {kind} out and give prepare the module in it (.module), which the plan then spreads"
             )
+        # FSDP2 and tensor parallelism of torch change parameters, and not the class
         sharded = any(isinstance(param, DTensor) for param in child._parameters.values())
         if sharded or any(home.startswith("torch.distributed.fsdp") for home in homes):
             raise InputError(
                 f"prepare: {where} ({kind}) is sharded already, by FSDP, fully_shard or DTensor, so its parameters are "
                 "pieces: leave that out and give prepare the whole model; plan dp_shard=N,zero=3 does the same"
             )
+    # by what it holds, whatever its class: the outer one's step would go past the pieces that ranks hold
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             raise InputError(
@@ -104,6 +109,7 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
 
 def join_ranks(plan: Plan) -> None:
     """Join the ranks that a launcher started; `InputError` where the plan needs several and none did."""
+    # a script may have set up its process group itself
     if not dist.is_initialized() and here() is not None:
         join()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -118,12 +124,14 @@ def join_ranks(plan: Plan) -> None:
             f"prepare was given no plan for the {world} ranks that run: say what they share, such as "
             f'plan="dp_replicate={world}" (samples) or plan="dp_shard={world},zero=3" (weights too)'
         )
+    # without a launcher's variables the process group was the script's own doing, and its size is what counts
     place = here()
     if place is not None and world != plan.world_size:
         raise InputError(
             f"plan {plan} needs {plan.world_size} ranks, but {place.named} started {world}: start as many, or change "
             f"the plan's degrees{perhaps_hosts(place, plan.world_size)}"
         )
+    # shardwise's own launcher starts all ranks from one place; under others versions or plans may differ by host
     if place is not None and place.launcher != "shardwise":
         facts = alike.facts_here({"plan": str(plan)})
         alike.check_alike(gather_json(facts, everybody(), own_device("cpu")))
@@ -157,6 +165,7 @@ def is_compiled(model: nn.Module) -> bool:
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:
     """Returns the plan, with the model's own precision where it names none; `RefusedPlan` for parameters of two."""
     numbers = (param.dtype for param in model.parameters() if param.is_floating_point() or param.is_complex())
+    # complex weights are held as pairs of real ones
     dtypes = {dtype.to_real() for dtype in numbers}
     if len(dtypes) > 1:
         raise RefusedPlan(
@@ -164,6 +173,7 @@ def with_dtype(plan: Plan, model: nn.Module) -> Plan:
             "buckets and shards have one: convert the model (model.float()), and give the precision in the plan"
         )
     own = {torch.float64: "fp64", torch.bfloat16: "bf16-full"}.get(next(iter(dtypes), torch.float32))
+    # half weights would also be the masters of the updates, which precision=fp16 keeps in float32
     if torch.float16 in dtypes:
         raise RefusedPlan("prepare: the model is in float16: give it in float32 and precision=fp16 in the plan")
     return plan.with_(precision=own) if own and plan.precision == "fp32" else plan

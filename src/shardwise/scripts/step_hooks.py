@@ -43,6 +43,7 @@ def hooks_around(optimizer: Optimizer) -> tuple[list[Callable], list[Callable]]:
 @contextmanager
 def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
     """Context: a step runs without the script's hooks."""
+    # copies, since the tables themselves are emptied: torch reads them within `step`
     kept = [(table, dict(table)) for tables in _tables(optimizer) for table in tables]
     for table, hooks in kept:
         for key, hook in hooks.items():
@@ -52,6 +53,7 @@ def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         for table, hooks in kept:
+            # rebuilt whole, as putting single hooks back would change their order
             table.clear()
             table.update(hooks)
 

@@ -174,7 +174,9 @@ class Stepping(OverRanks):
         assert tally is not None
         with self._gate.open():
             tally.used.append(self.engine.technique.finish_micro_batch())
+        # a rank without samples ran a stand-in, whose loss and used parameters must not count
         tally.stood_in |= stands_in or (part is not None and part.count == 0)
+        # None: nobody knows how many, and each rank's loss counts as one
         samples = 1 if part is None else part.total if self._of_whole_batches else part.count
         tally.add(loss, 0 if stands_in else samples, {})
         self._micro += 1
@@ -215,17 +217,21 @@ class Stepping(OverRanks):
     def _open_step(self) -> None:
         """Begin a step, or go on with one; a finished one whose gradients are still there is set aside and added to."""
         self._refuse_stray("prepared.backward")
+        # a finished step whose gradients the script cleared begins anew
         if self._finished and self._cleared():
             self._discard()
+        # gradients that are still there, or set by hand, are set aside and added to
         if self._finished or (self._tally is None and self._whole_gradients.are_set()):
             self._set_aside()
         if self._tally is None:
+            # otherwise the technique forgot the last step already
             if not self._forgotten:
                 with self._gate.open():
                     self.engine.technique.start_step()
             self._forgotten = False
             counts = self.mesh.counts and not (self.calls.counted_once and self.mesh.data.index)
             self._tally = Tally(self.engine.device, counts)
+            # parameters that earlier backwards of this step reached have a gradient in it
             if self._earlier is not None:
                 self._tally.used.append(self._earlier.used)  # what they reached has a gradient in this step
 
@@ -368,7 +374,7 @@ class Stepping(OverRanks):
         return result
 
     def _usable_step(self, inner: Callable[[], Any]) -> Any:
-        """Run the optimizer's own step, unless a gradient is not finite."""
+        """Returns what the optimizer's own step returns; None where a gradient is not finite, and no step is taken."""
         if self._tally is not None and not self._usable:
             return None
         return inner()

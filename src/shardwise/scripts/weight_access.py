@@ -100,10 +100,12 @@ class WeightAccess(ABC):
 
     def whole_state(self, what: str) -> dict[str, torch.Tensor]:
         """Returns {name: whole tensor on the CPU} of weights and buffers, on every rank. `what`: this call."""
+        # within `whole()` every rank holds all weights: nothing is sent, so nobody is waited for
         if not self.whole_is_open:
             self.meet(what)
         if self.whole_is_open or self._engine is None:
             return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        # pieces that should be alike are checked before they are put together
         if self.held_in_pieces is not None:
             self.compare()
         with self._reading():
@@ -145,6 +147,7 @@ class WeightAccess(ABC):
         """Load `state`, by names within the submodule at `path`; returns missing and unexpected keys. Collective."""
         if not self.whole_is_open:
             self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
+        # torch's own loading, on whole weights: before the first call, or within `whole()`
         if self._engine is None or self.whole_is_open:
             module = self.model.get_submodule(path)
             with units_aside(module):
@@ -152,6 +155,7 @@ class WeightAccess(ABC):
         before = f"{path}." if path else ""
         with self._gate.open(), self._state_gate.open():
             given = {f"{before}{name}": value for name, value in state.items()}
+            # a submodule's state lacks the rest of the model; what it lacks of its own is asked below
             found = load_state_dict(self.engine.state, given, strict and not path)
         lost = [name.removeprefix(before) for name in found.missing_keys if name.startswith(before)]
         unknown = [name.removeprefix(before) for name in found.unexpected_keys]
@@ -171,6 +175,7 @@ class WeightAccess(ABC):
         return self._whole_values()
 
     def _whole_values(self) -> Iterator[torch.Tensor]:
+        """Yields whole values in the order of the model's parameters, one at a time. Collective."""
         self.settle()
         self._take_written()
         for name, param in list(self.model.named_parameters()):
@@ -224,14 +229,17 @@ class WeightAccess(ABC):
 
     def _take_written(self) -> None:
         """Copy what the script wrote into the model's weights into the optimizer's own tensors (masters)."""
+        # replicas: masters are the model's own parameters
         if self._engine is None or self._whole_weights is None:  # masters are the model's own parameters
             return
         technique, owners = self._engine.technique, self._engine.state.owners
         told = not isinstance(technique, FullShard) or technique.written
+        # under FSDP2 masters follow a gather, in which every rank takes part
         if owners is not None and told and isinstance(technique, FullShard) and self.meeting is not None:
             self.meeting.enter("weights that the script writes into")
         with self._gate.open():
             technique.take_weights()
+            # owners hold whole masters of parameters that others hold pieces of
             if owners is not None and told:
                 owners.take_weights()
             if isinstance(technique, FullShard):
@@ -290,6 +298,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
         asked = {"destination": None, "prefix": "", "keep_vars": False, **options}
         asked |= dict(zip(asked, args, strict=False))
         into, prefix = asked["destination"], asked["prefix"]
+        # keep_vars asks for the parameters themselves, which here are pieces
         if asked["keep_vars"]:
             raise RefusedPlan("state_dict(keep_vars=True): this rank holds pieces of the weights; leave keep_vars out")
         prepared.meet(f"{path or 'model'}.state_dict()")
@@ -299,6 +308,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
         before = f"{path}." if path else ""
         weights = _near({key: value for key, value in weights.items() if key.startswith(before)}, prepared.mesh.device)
         for name in own:
+            # buffers and what the plan does not hold come from the module itself
             state[f"{prefix}{name}"] = weights.get(f"{before}{name}", own[name])
         if into is None:
             state._metadata = getattr(own, "_metadata", OrderedDict())
@@ -309,6 +319,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
 
 def _near(whole: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the tensors by name on the device; on the host where they exceed an eighth of its memory."""
+    # an unknown size of the device's memory is no reason to stay away from it
     room = None if on_host(device) else memory_bytes(device)
     if on_host(device) or (room is not None and sum(each.nbytes for each in whole.values()) > room // 8):
         return whole
@@ -335,6 +346,7 @@ class Copies:
     @names_line
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """Returns a plain copy of one module, of its weights as they are now. Collective where ranks hold pieces."""
+        # the first of a model's copies gathers its weights, and all of its modules share them
         if id(self) not in memo:
             memo[id(self)] = self
             with torch._C.DisableTorchFunction():  # within a forward, what follows operations follows the module's own
@@ -343,14 +355,17 @@ class Copies:
         made: Any = kind.__new__(kind)
         memo[id(module)] = made
         for name, value in vars(module).items():
+            # the engine puts its own forward on a module: a copy gets the module's own
             if name == "forward" and (forward is not None or not _is_ours(value)):
                 made.__dict__[name] = copy.deepcopy(forward if _is_ours(value) else value, memo)
             elif name.endswith("_hooks"):
                 made.__dict__[name] = type(value)(
                     (key, copy.deepcopy(hook, memo)) for key, hook in value.items() if not _is_ours(hook)
                 )
+            # state of ours, and FSDP2's attributes, are none of the copy's
             elif name not in _STATE and not name.startswith(_OF_FSDP) and not _is_ours(value):
                 made.__dict__[name] = copy.deepcopy(value, memo)
+        # RNNBase keeps a list of its weights, made of its attributes
         if isinstance(made, nn.RNNBase):
             made._flat_weights = [getattr(made, name, None) for name in made._flat_weights_names]
         return made
@@ -362,6 +377,7 @@ class Copies:
         weights: dict[str, torch.Tensor] = {}
         if engine is not None:
             assert prepared is not None
+            # within a forward or a backward other ranks are elsewhere: nothing could be gathered
             if not prepared.calls.is_outside:
                 raise RefusedPlan(
                     f"copy.deepcopy of a {type(module).__name__} within the model's forward or a backward, where ranks "
@@ -370,10 +386,12 @@ class Copies:
             weights = prepared.whole_state("copy.deepcopy of the model")
         assert model is not None
         made: dict[int, Any] = {}
+        # tied names share one tensor in the copy, as in the model
         for name, param in model.named_parameters(remove_duplicate=False):
             value = weights[name].to(param.device) if name in weights else param.detach()
             value = value.as_subclass(torch.Tensor).clone()
             made[id(param)] = nn.Parameter(value, param.requires_grad)
+        # a buffer that ranks hold cut is whole in the copy
         made |= {id(buffer): weights[name].to(buffer.device).clone() for name, buffer in model.named_buffers()
                  if name in weights}  # fmt: skip
         return made

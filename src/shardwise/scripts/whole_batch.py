@@ -65,6 +65,7 @@ def _told(whole: WholeBatch | None, inputs: Any) -> Iterator[None]:
         yield
     except RuntimeError:
         given = [output() for output in whole._given] if whole is not None else []
+        # another failure is the script's own
         if not any(one is output for one in inputs or () for output in given):
             raise
         # in place of it: torch's says that a tensor is unused
@@ -109,9 +110,11 @@ class WholeBatch:
         call = (args, kwargs)
         try:
             total, places = samples_in(call, name="the model's arguments"), Places(None, 0)
+            # samples of the batch lie elsewhere: that first dims agree is a chance
             if dim:
                 raise InputError("samples lie along another dim")
         except InputError:
+            # arguments of several lengths: each one's dim is told by the batch's number of samples
             total, places = samples, Places(samples, dim)
             if not any(places.of(leaf) is not None for leaf in tree_flatten(call)[0]):
                 raise InputError(
@@ -119,6 +122,7 @@ class WholeBatch:
                     "so its forward cannot be spread over them"
                 ) from None
         leaves = [leaf for leaf in tree_flatten(call)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        # an argument without one goes whole to every rank, which is right only where its rows belong to no sample
         self.notices = [GIVEN_WHOLE] if any(places.of(leaf) is None for leaf in leaves) else []
         dealt = [deal(total, self._data.size, rank) for rank in range(self._data.size)]
         mine = dealt[self._data.index]
@@ -136,6 +140,7 @@ class WholeBatch:
     def leave(self, output: Any) -> Any:
         """Returns the model's output for all samples, gathered from ranks, in its own class. Collective."""
         leaves, spec = tree_flatten(dict(output) if isinstance(output, Mapping) else output)
+        # never looked at, or another call with other outputs: by size, where only the first dim counts
         if self.dims is None or len(self.dims) != len(leaves):
             places = Places(self.local.count, 0, more=False)
             found = [places.of(leaf) for leaf in leaves]

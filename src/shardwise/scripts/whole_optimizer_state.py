@@ -122,8 +122,10 @@ def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> d
     number_of = {name: number for number, name in enumerate(name for group in names for name in group)}
     state: dict[Any, Any] = {}
     for name, found in engine.full_optimizer_state():
+        # a frozen parameter has no state; one that is in no group of the script has no number
         if found and name in number_of:
             state[number_of[name]] = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), found)
+    # what an optimizer keeps beside its parameters (under a name) is alike on all ranks
     state |= {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     groups = []
     for group, own in zip(optimizer.param_groups, names, strict=True):
@@ -136,6 +138,7 @@ def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, li
     """Returns (state by parameter's name, options of each group, state of no parameter) of a whole `state_dict`."""
     groups, of_groups = whole["param_groups"], [len(group) for group in names]
     saved = [len(group["params"]) for group in groups]
+    # torch's own check, whose message would be of pieces
     if saved != of_groups:
         raise InputError(
             f"optimizer.load_state_dict: the state has groups of {saved} parameters, this optimizer {of_groups}: it is "
@@ -144,6 +147,7 @@ def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, li
     numbers = [number for group in groups for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
     states = {name_of[key]: value for key, value in whole["state"].items() if key in name_of}
+    # some optimizers keep state under keys of no parameter, such as a count of all steps
     rest = {key: value for key, value in whole["state"].items() if key not in name_of}
     return states, [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups], rest
 
@@ -187,12 +191,14 @@ def _piece_of(
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         """Returns this rank's piece of a tensor in the parameter's shape; a copy of one number, or of an owner's."""
+        # like the parameter: cut as it is
         if tensor.shape == shape and state.owners is None:
             share = share_of(state, name, tensor)
             if not whole:
                 technique: Any = state.technique
                 share = technique.select(index, share.contiguous(), state.mesh.shard.index)
             return share.detach().reshape(master.shape).clone()
+        # an owner holds whole state of its parameters; a counter is the same for all
         if state.owners is not None or tensor.numel() == 1:
             return tensor.clone()
         raise RefusedPlan(

@@ -160,6 +160,7 @@ class WholeWeights:
         copies = set[int]()
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
+            # not a piece of a parameter: a buffer, or a tensor of the script's
             if id(tensor) not in self.names:
                 return tensor
             if torch.is_grad_enabled() and tensor.requires_grad:
@@ -172,6 +173,7 @@ class WholeWeights:
         made = func(*args, **kwargs)
         views = any(one.untyped_storage()._cdata in copies for one in tensors_in(made))
         if views and self._script.calls.is_outside:
+            # a view of a whole weight would be a view of a copy: writing into it would be lost
             raise RefusedPlan(READ.format(getattr(func, "__name__", func)))
         return made
 
@@ -193,9 +195,11 @@ class WholeWeights:
         alone, unused = isinstance(inputs, torch.Tensor), kwargs.pop("allow_unused", None)
         pieces = [inputs] if alone else list(inputs)
         units = [self._in_units.get(id(piece)) for piece in pieces]
+        # a unit whose forward ran has put its gathered parameter into the graph in place of the piece
         gathered = [getattr(unit, "_unsharded_param", None) for unit in units]
         there = [at for at, tensor in enumerate(gathered) if tensor is not None]
         asked = [*pieces, *(gathered[at] for at in there)]
+        # of the piece and the gathered one mostly one is unused, so None must be allowed here and is asked for below
         made = torch.autograd.grad(outputs, asked, *args, allow_unused=True, **kwargs)
         gradients = list(made[: len(pieces)])
         for at, whole in zip(there, made[len(pieces) :], strict=True):
@@ -262,8 +266,10 @@ class WholeWeights:
     def _open(self, grads: bool, state: bool) -> None:
         """Gather what was asked for and put stand-ins into the places of pieces. Collective."""
         script = self._script
+        # pieces put aside twice would leave the stand-ins in their place
         if self.is_open:
             raise InputError("prepared.whole() within prepared.whole(): everything is whole already")
+        # ranks stand elsewhere within a forward
         if not script.calls.is_outside:
             raise InputError("prepared.whole() within the model's forward or a backward: call it after them")
         self.asked = (grads, state)
@@ -273,6 +279,7 @@ class WholeWeights:
             for unit in self._state.module.modules():
                 if isinstance(unit, FSDPModule):
                     unit.reshard()  # else modules have what was gathered, in place of their pieces
+            # where the model's own parameters are whole already, no stand-in is made
             self._seen = self._filled() if script.in_pieces is not None else dict(self._params)
             states = dict(script.engine.full_optimizer_state()) if state else {}
         self._gradients = script._whole_gradients.of_all(self._params) if grads else {}
@@ -331,11 +338,13 @@ class WholeWeights:
         for group, names in zip(optimizer.param_groups, script.all_names, strict=True):
             group["params"] = [seen[name] for name in names]
         self._own_state: Any = optimizer.state
+        # the optimizer's state was not asked for, and stays where it is
         if self.asked[1]:
             with script._gate.open():
                 rest = {key: value for key, value in self._own_state.items() if not isinstance(key, torch.Tensor)}
             whole = {seen[name]: dict(state) for name, state in states.items() if state}
             optimizer.state = defaultdict(dict, {**whole, **rest})
+        # gradients that were not asked for are told by the stand-in, which raises when they are read
         for name, standing in self._standing.items():
             _GRAD.__set__(standing, self._gradients.get(name))
             standing.gradient_is_known = self.asked[0]

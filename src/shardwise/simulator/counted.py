@@ -168,8 +168,8 @@ class Update:
 class Model:
     """Traces of two numbers of samples under one recompute policy, the optimizer's step, the batch."""
 
-    small: StepTrace
-    large: StepTrace
+    small: StepTrace  # fewer samples
+    large: StepTrace  # more samples: figures are linear between both
     update: Update
     name: str = ""
     batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch

@@ -131,6 +131,7 @@ def _rounds(
     """
     work, sent, of_tiles = seconds
     busy, talk, tiled = (max(_of_rank(rank, by_op) for rank in ranks) for by_op in (work, sent, of_tiles))
+    # with a pipeline micro-batches overlap, so its rows are played; without one they add up
     if layout.pp > 1:
         share = sum(rank.trained for rank in ranks) / max(1, sum(rank.small.parameters for rank in ranks))
         link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp), layout.sharded.gathers, share)
@@ -142,9 +143,11 @@ def _rounds(
     else:
         played, gathered, times = None, 0.0, layout.n_micro
         step = times * (busy + talk)
+    # what ranks say in computing, and between tiles, apart: the report shows each
     parts = {"compute": times * busy, TALK: times * (talk - tiled), HALOS: times * tiled}
     rounds = _Rounds(parts, step / times, busy, times * gathered)
     if played is not None:
+        # what is left of the step beside that is the pipeline's own
         parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk + gathered))
         rounds.bubble = played.bubble
         rounds.timeline = [(f"rank {r}", f"{op.kind}{op.microbatch} of {op.stage}", a, b) for r, op, a, b in played.ops]
@@ -229,7 +232,7 @@ class _Talk:
     kernels: Kernels
     software: Software
     wire: Wire
-    groups: dict[str, RankGroup]
+    groups: dict[str, RankGroup]  # by axis: which ranks it joins
 
     def of_whole(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
         """Returns seconds of collectives in which all ranks send alike; interpolates sizes, not times, over samples."""

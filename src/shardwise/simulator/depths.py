@@ -41,6 +41,7 @@ def longer_trace(few: StepTrace, more: StepTrace, layers: int) -> StepTrace:
     values = {field.name: (getattr(few, field.name), getattr(more, field.name)) for field in fields(more)}
     held = [[(trace.in_order[place], trace.wholes.get(place)) for place in range(len(trace.in_order))]
             for trace in (few, more) if [*trace.in_order] == [*range(len(trace.in_order))]]  # fmt: skip
+    # a line needs both traces with their weights by number
     if len(held) < 2:
         raise NoLine
     params = _line(held[0], held[1], layers)

@@ -20,10 +20,10 @@ class StreamOp:
     """One piece of work: takes `seconds` on `stream`, after the ops at the positions `after` of the list."""
 
     name: str
-    stream: str
+    stream: str  # "compute", or one of messages
     seconds: float
     after: list[int] = field(default_factory=list)
-    start: float = 0.0
+    start: float = 0.0  # seconds from the beginning; set by `run`
     end: float = 0.0
 
 

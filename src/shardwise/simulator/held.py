@@ -89,23 +89,27 @@ def memory(
 
 def _offloaded(model: Model, layout: Layout, states: States, terms: dict[str, float]) -> dict[str, float]:
     """Returns the terms, in bytes, that change where state is offloaded between steps, staging buffers included."""
+    # with weights on the host all state lies there too, which `_weights_elsewhere` counts
     if layout.offload == "none" or weights_on_host(layout.offload):
         return {}
     on_host = model.batch_on_device
     fractions = {tier: in_tier(layout.offload, "optimizer", tier) for tier in TIERS}
     gone = sum(fractions.values())
     spread = layout.sharded.state or layout.tp > 1
+    # as `moved` in costs/offload: masters move on a CPU alone, unless they are shards (zero=3) or their owner's
     masters = on_host and not layout.sharded.weights and not (model.update.whole and spread)
     lies = terms["optimizer"] + (terms["master"] if masters else 0.0)
     each = states.optimizer + (states.master if masters else 0)
     share = layout.shard_ranks if layout.sharded.state else 1
     largest = max(model.small.in_order.values(), default=0) * each / share
+    # beside weights or with gradients as made, several sub-groups' weights are on their way at once
     beside = placements(layout.offload, "parameters") or layout.gradients == "as_made"
     weights = states.held if beside else 0.0
     return {
         "optimizer": terms["optimizer"] * (1 - gone),
         "master": terms["master"] * (1 - gone if masters else 1),
         "state on its way to the disk": (
+            # on an accelerator these buffers lie in the host's memory, which costs/offload counts
             staged(layout, lies * fractions["disk"], largest, each / (each + weights)) if on_host and each else 0.0
         ),
     }
@@ -161,6 +165,7 @@ def _owned(model: Model, layout: Layout, shard_rank: int | None) -> _Owned | Non
     cut = {index: sizes[index] for index, (place, _) in enumerate(held) if place in wholes}
     share_owner_of = share_owners(cut, owner_of, layout.tp)
     ranks = []
+    # owners are chosen by size, so ranks differ: the fullest one decides whether the plan fits
     for shard in range(over) if shard_rank is None or over == 1 else [shard_rank]:
         mine = [index for index, owner in enumerate(owner_of) if owner == shard]
         uncut = sum(sizes[index] for index in mine if index not in cut)

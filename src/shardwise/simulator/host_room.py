@@ -24,6 +24,7 @@ def decoder_room(step: StepContext) -> Room:
     lay, shape = step.layout, step.shape
     if lay.offload == "none":
         return Room()
+    # a schedule with several stages a rank needs their number before stages are dealt
     if lay.pp > 1 and lay.chunks == 1:
         lay = lay.with_(chunks=KINDS[lay.schedule].stages_per_rank)
     layers = stage_layers(shape, lay)
@@ -31,6 +32,7 @@ def decoder_room(step: StepContext) -> Room:
     by_rank, states = [], resting(STATES[step.software.states], lay)
     for mine in stages_of(lay.schedule, lay.pp, lay.chunks):
         counts = (sum(of[stage] for stage in mine) for of in (layers, dense))
+        # the first stage has the embedding, the last one the head
         parameters = stage_parameters(shape, lay, next(counts), dense=next(counts), first=0 in mine, last=last in mine)
         by_rank.append(lying(updated(step, parameters), states, lay, on_host=step.cluster.device.kind == "cpu"))
     return of_host(by_rank, lay, step.cluster)

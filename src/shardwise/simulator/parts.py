@@ -37,8 +37,8 @@ class StageTimes:
 
     forward: float = 0.0
     backward: float = 0.0
-    weight: float = 0.0
-    exposed: float = 0.0
+    weight: float = 0.0  # of gradients of weights; `backward` is of those of inputs
+    exposed: float = 0.0  # messages that nothing hides
     recompute: float = 0.0
 
     def times(self, count: float) -> StageTimes:

@@ -109,7 +109,7 @@ class Sharded:
 
     wire: Wire
     states: States
-    shard: RankGroup
+    shard: RankGroup  # the ranks over which weights are sharded
     gathers: int
     trained: float = 1.0
 

@@ -117,6 +117,7 @@ def _gathered(step: StepContext, times: LayerTimes) -> tuple[float, list[tuple[s
 
 
 def _zero3_ops(step: StepContext, times: LayerTimes, n_micro: int) -> list[StreamOp]:
+    """Returns the ops of a step under zero=3, without a pipeline."""
     played = _Zero3(step, times)
     for micro in range(n_micro):
         played.forward(micro)

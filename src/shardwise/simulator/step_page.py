@@ -79,6 +79,7 @@ def _colours(count: int) -> list[str]:
 
 
 def _bars(values: dict[str, float], unit: str) -> str:
+    """Returns a table in HTML with a bar for each value above 0, the largest first."""
     top = max(values.values(), default=0.0) or 1.0
     colours = dict(zip(values, _colours(len(values)), strict=True))
     rows = "".join(
@@ -210,6 +211,7 @@ def _over_time(forecast: Forecast, capacity: float | None) -> str:
 
 
 def _memory(forecast: Forecast) -> str:
+    """Returns the memory of each stage as HTML."""
     return "".join(
         f"<h3>stage {i}: {ledger.allocated / 1e9:.2f} GB allocated, {ledger.reserved / 1e9:.2f} GB reserved</h3>"
         + _bars({k: v / 1e9 for k, v in ledger.terms.items()}, "GB")

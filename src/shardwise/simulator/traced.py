@@ -243,6 +243,7 @@ def _moved(
         costs["activations that move"] = (moves(activation_bytes(ranks, layout), layout, cluster), moves_told)
     if placements(layout.offload, "parameters"):
         elements = max(rank.small.shard_elements or rank.small.parameters / layout.shard_ranks for rank in ranks)
+        # a host gives weights and takes gradients back; from a disk weights are only read
         if weights_on_host(layout.offload):
             gradients = 0 if layout.replicas > 1 and layout.n_micro > 1 else elements  # else once, after the last
             over = crossings(elements * states.held, gradients * states.held, layout, cluster)

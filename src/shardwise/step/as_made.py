@@ -68,6 +68,8 @@ class AsMade:
         state.tier.begin()
 
     def _take(self, slots: list[Slot], number: int, flat: torch.Tensor | None) -> None:
+        """Take the gradients that bucket `number` brought (`flat`: as one tensor); updates sub-groups that are full."""
+        # the norm of a whole bucket is one kernel instead of one a weight
         if self._flat and flat is not None:
             self.flats[number] = norms_of([flat])
         for slot in slots:
@@ -88,6 +90,7 @@ class AsMade:
 
     @torch.no_grad()
     def _update(self, group: int, factor: float) -> None:
+        """Divide the gradients of a sub-group by `1 / factor`, step over it, and free them."""
         params, place = self._params(group), len(self._order)
         if factor != 1.0:
             torch._foreach_mul_([param.grad for param in params if param.grad is not None], factor)

@@ -30,12 +30,14 @@ class BackwardWrites:
     def __init__(self, module: nn.Module, mesh: Mesh, norms: Collection[nn.Module]) -> None:
         """Note the buffers of a module, but for those of `norms`, whose statistics are joined over ranks."""
         left_out = {id(norm) for norm in norms}
+        # one rank is one process; a rehearsal computes no values that could be compared
         modules = () if mesh.world.size == 1 or mesh.world.rehearsal is not None else module.named_modules()
         self._mesh = mesh
         self._buffers = [
             (f"{path}.{name}" if path else name, child, name)
             for path, child in modules
             for name, buffer in child._buffers.items()
+            # a norm's statistics are joined over ranks, so that they are one process's
             if buffer is not None and id(child) not in left_out and buffer.layout is torch.strided
         ]
         self._changed: torch.Tensor | None = None
@@ -72,14 +74,18 @@ class BackwardWrites:
     def _why(self, names: list[str], elsewhere: Collection[str], same_samples: bool) -> str:
         """Returns why buffers that backward writes differ from one process's under this plan; "" where they do not."""
         mesh = self._mesh
+        # another stage reads the buffer, and this stage's backward is over only after it did
         if used := [name for name in names if name in elsewhere]:
             return f"and other pipeline stages use '{used[0]}' too: {_IN_FORWARD}, or leave pp out"
         if self.ahead:
             return f"and this pipeline stage runs the next forwards before it: {_IN_FORWARD}, or use microbatches=1"
+        # every rank runs the model on all samples, but the gradients in its backward are a part of one process's
         if same_samples and mesh.data.size > 1:
             return f"where each rank's gradient is a part of one process's: {_IN_FORWARD}"
+        # no other rank has other samples
         if mesh.gradients.size == 1:
             return ""
+        # the hook may write what is the same on every rank (a counter): then the values agree
         by_name = {name: child._buffers[leaf] for name, child, leaf in self._buffers}
         mine = [digest(_sample(by_name[name])) for name in names]
         rows = gather_json([names, mine], mesh.gradients, mesh.device)

@@ -176,10 +176,12 @@ def _merged_graphs(paths: _Paths, sized: list[tuple[int, int]], leaves: list[Any
     """Returns advice where a tensor holds numbers of another one's rows, as edges of merged graphs do; else ""."""
     for index, size in sized:
         edges = torch.as_tensor(leaves[index])
+        # edges are whole numbers in two rows or columns
         if edges.ndim < 2 or edges.is_floating_point() or edges.is_complex() or not edges.numel():
             continue
         low, high = int(edges.min()), int(edges.max())
         for other, rows in sized:
+            # all of its numbers are valid rows of another tensor of another length: edges, most probably
             if other != index and rows != size and low >= 0 and high < rows:
                 return (
                     f". If {paths[index]} are edges between rows of {paths[other]}, several graphs merged into one: "

@@ -68,6 +68,7 @@ class Tally:
         return table
 
     def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
+        """Returns the sum of numbers and tensors, a tensor where any is one."""
         # Tensors are added on the device: a value that is read here would make the host wait for the forward.
         if len(values) == 1:
             return values[0]
@@ -122,9 +123,11 @@ class PendingRow:
         square_norm   () float64, the same on all data ranks, where it was not known when the rows went off
         """
         self._pending.wait()
+        # the norm came from a reduction that was still under way when the rows went off: all ranks have the same
         if square_norm is not None:
             self._table[:, SQUARE_NORM] = square_norm
         rows = read(self._table, "control row")
+        # what scripts compare over ranks stands at the end of the row
         if self._tally.alike:
             self._tally.alike_by_rank = [row[-len(self._tally.alike) :] for row in rows]
         total, weight, *extras = self._sums(rows)
@@ -133,6 +136,7 @@ class PendingRow:
             weight=weight,
             samples=int(sum(row[2] for row in rows)),
             extras=dict(zip(self.names, extras, strict=True)),
+            # the same parameters were used on all, and no rank ran a stand-in, which reaches others
             same_branches=all(row[3] == rows[0][3] and not row[4] for row in rows),
             square_norms=[row[SQUARE_NORM] for row in rows],
         )
@@ -140,10 +144,12 @@ class PendingRow:
     def _sums(self, rows: list[list[float]]) -> list[float]:
         """Returns [total, weight, *extras] over all ranks; with pieces rounded once, whatever their order."""
         columns = [0, 1, *range(6, 6 + len(self.names))]
+        # without pieces ranks' rows are added up in the order of ranks
         if not self.pieces:
             return [sum(row[column] for row in rows) for column in columns]
         first = 6 + len(self.names)
         starts = range(first, first + len(columns) * self.pieces, self.pieces)
+        # `fsum` rounds once: the sum is the same whichever rank had which piece
         return [math.fsum(value for row in rows for value in row[start : start + self.pieces]) for start in starts]
 
 
@@ -165,6 +171,7 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
     table = np.array(read(gathered, "branches"), dtype=bool)  # (ranks, micro-batches * parameters + 1)
     rows = table[:, :-1].reshape(axis.size, *bits.shape)
     compared = [rank for rank in range(axis.size) if not table[rank, -1]]
+    # all ranks have the whole table, so all of them raise or none
     if refuse and compared:
         by_rank = rows[compared]
         differing = np.argwhere((by_rank != by_rank[0]).any(axis=0))

@@ -83,6 +83,7 @@ class Forward:
         if self.metrics is not None:
             again = self.task.loss_scope == "model" and self.data.index > 0  # another rank's samples
             self.metrics.add(output, batch, 0 if again else part.count)
+        # a loss over pairs of samples needs every rank's outputs
         if self.task.loss_scope == "global" and self.data.size > 1:
             return self._gathered(output, batch, part)
         loss = loss_on(self.task, output, batch)
@@ -231,6 +232,7 @@ def lone_value(error: ValueError, samples: int) -> InputError | None:
 def _has_samples(leaves: tuple, counts: list[int]) -> bool:
     """Whether the first dim of an output, computed for several numbers of samples, counts them."""
     leaf = leaves[0]
+    # what is no tensor is not gathered: plain values are the same on every rank, other objects might hold tensors
     if not isinstance(leaf, torch.Tensor):
         if leaf is None or isinstance(leaf, bool | int | float | str):
             return False
@@ -239,6 +241,7 @@ def _has_samples(leaves: tuple, counts: list[int]) -> bool:
             "return tensors, tuples or dicts, or register the class as a pytree"
         )
     shapes = [output.shape for output in leaves]
+    # the same shape for other numbers of samples: a value of the whole batch
     if len(set(shapes)) == 1:
         return False
     first = [shape[:1] for shape in shapes]

@@ -40,7 +40,7 @@ class Loss:
 
     total: torch.Tensor
     weight: torch.Tensor | float
-    extras: dict[str, Extra] = field(default_factory=dict)
+    extras: dict[str, Extra] = field(default_factory=dict)  # further sums, each with a weight of its own
 
     @property
     def terms(self) -> float:
@@ -90,6 +90,7 @@ def loss_on(task: Task, output: Any, batch: Any) -> Loss:
 
 def _instead_of_a_tensor(output: Any) -> str:
     """Returns a note: the type of a model's output that is no tensor, and how Task.loss takes a tensor from it."""
+    # the likeliest mistake first: a forward without `return`
     if output is None:
         return "The model returned None: let its forward end in `return`"
     if isinstance(output, Mapping):
@@ -98,6 +99,7 @@ def _instead_of_a_tensor(output: Any) -> str:
         return f"The model returned a {kind} of {keys}: take from it in Task.loss, as output[{first!r}]"
     if isinstance(output, tuple | list):
         return f"The model returned {_describe(output)}: take the tensor from it in Task.loss, as output[0]"
+    # an object with tensors in attributes, as a library's outputs are
     names = [name for name, value in getattr(output, "__dict__", {}).items() if isinstance(value, torch.Tensor)]
     of = f", as output.{names[0]}" if names else ""
     return f"The model returned {_describe(output)}: take the tensor from it in Task.loss{of}"
@@ -105,15 +107,18 @@ def _instead_of_a_tensor(output: Any) -> str:
 
 def read_loss(returned: Any) -> Loss:
     """Returns (sum, weight) or (sum, weight, extras) of the task's loss as a `Loss`; raises `InputError` otherwise."""
+    # the likeliest mistake first: a mean
     if isinstance(returned, torch.Tensor):
         raise InputError(f"{_SHAPE}, got one tensor: a mean hides the weight that parts of a batch must share")
     if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
         raise InputError(f"{_SHAPE}, got {_describe(returned)}")
     total, weight = returned[0], returned[1]
+    # a tensor of one element that is not a scalar is still one number
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise InputError(f"{_SHAPE}: the sum must be a tensor with one element, got {_describe(total)}")
     if total.is_complex():
         raise InputError(f"{_SHAPE}: the sum is {total.dtype}, and a loss is real: take its .real or .abs()")
+    # extras are left out by most tasks
     extras = returned[2] if len(returned) == 3 else {}
     if not isinstance(extras, dict):
         raise InputError(f"{_SHAPE}: the extra terms must be a dict, got {_describe(extras)}")
@@ -131,6 +136,7 @@ def not_negative(value: float, what: str) -> float:
 
 
 def _extra(name: str, value: Any) -> Extra:
+    """Returns one extra term, a tensor or (sum, weight), as an `Extra`; `InputError` for anything else."""
     if isinstance(value, tuple | list) and len(value) == 2:
         value, weight = value[0], _number(value[1], f"weight of extra '{name}'")
     else:

@@ -68,6 +68,7 @@ def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
     slots = _counted_slots(state)
     if state.as_made is not None and (flats := state.as_made.flats):
         return _summed([norm for number in sorted(flats) for norm in flats[number]], state.device)
+    # without shares every gradient of this rank counts
     if state.tensor is None:
         return sum_of_squares(state, slots)
     # Ranks of tp hold shares of cut weights, and the same whole ones, which the first of them counts.
@@ -97,6 +98,7 @@ def _counted_slots(state: RankState) -> list[Slot]:
 
 def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
     """Returns the sum of squares of these slots' gradients on this rank: () float64, on the device."""
+    # gradients that were used as made are freed, and their norms were noted; others are still there
     if state.as_made is not None:
         early = state.as_made.norms
         held = [[] if slot.master.grad is None else [slot.master.grad] for slot in slots]
@@ -203,12 +205,15 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
 
 def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
     """Raise `NotFinite`, unless the loss scaler expects this; `skip`: how to go on. Collective."""
+    # fp16: gradients that overflow are expected, and the next step has a smaller scale
     if state.scale is not None and math.isfinite(result.loss):
         return
     what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"
+    # nothing counts in the batch: what is wrong is no number of the model's
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
         raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT.format(skip))
+    # weights are looked at in step 0 alone: uninitialised ones are the user's likeliest mistake there
     unset = None if state.steps_done or state.as_made is not None else _first_bad(state, lambda slot: slot.master)
     if unset:
         raise NotFinite(

@@ -43,11 +43,13 @@ def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:
 
 def _bad_row(leaf: Any) -> tuple[int, str] | None:
     """Returns the first row of a tensor with a value that is not finite, and what that value is; None if all are."""
+    # arrays of numpy too, but nothing without rows
     leaf = torch.as_tensor(leaf) if hasattr(leaf, "__array__") else leaf
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not (leaf.is_floating_point() or leaf.is_complex()):
         return None
     wrong = ~torch.isfinite(leaf).reshape(leaf.shape[0], -1)
     rows = wrong.any(1).nonzero()
+    # this leaf is clean; the caller looks at the next
     if not len(rows):
         return None
     row = int(read(rows[0, 0], "a row of the batch"))

@@ -34,7 +34,7 @@ def enter_training(optimizer: Any) -> None:
 
 
 def switch(state: RankState, change: Callable[[], Any]) -> Any:
-    """Run `change`, an optimizer's `train` or `eval`, on this rank's pieces, and publish the weights. Collective."""
+    """Run `change`, the optimizer's `train` or `eval`, on this rank's pieces; returns its result. Collective."""
     result = change()
     if state.owners is not None:
         state.owners.hand_out(set(range(len(state.names))))

@@ -116,6 +116,7 @@ class _Exchange:
         ranks, me = self.axis.size, self.axis.index
         mine = self.owned_by(me, used)
         sent = (self.take(i, wholes[i].detach(), rank) for rank in range(ranks) for i in mine)
+        # sizes follow from shapes and owners, which every rank knows: none are sent
         sent_sizes = [sum(self._size(i, rank) for i in mine) for rank in range(ranks)]
         received_sizes = [sum(self._size(i, me) for i in self.owned_by(rank, used)) for rank in range(ranks)]
         received = self._send(sent, sent_sizes, received_sizes, "parameters")
@@ -194,6 +195,8 @@ class OwnedMasters:
         return self._tensor.share(self._names[index], torch.empty(whole, device="meta")).shape
 
     def _shards(self, shard: Axis, shapes: list[torch.Size], kinds: list[torch.dtype]) -> _Exchange:
+        """Returns the exchange of shards over dp_shard: which piece of each parameter goes to its owner."""
+
         def put(index: int, whole: torch.Tensor, rank: int, piece: torch.Tensor) -> None:
             self.technique.select(index, whole, rank).copy_(piece)  # a view: what is copied into it stands in `whole`
 
@@ -227,6 +230,7 @@ class OwnedMasters:
     def collect_gradients(self, used: set[int]) -> None:
         """Gather whole gradients of the owned parameters from everybody's pieces. Collective."""
         pieces = {i: slot.master.grad for i, slot in self._slot.items() if i in used and slot.master.grad is not None}
+        # shards first: what they make whole is a share over tp, which is joined next
         wholes = pieces if self._over_shards is None else self._over_shards.collect(pieces, used)
         if self._over_shares is not None:
             wholes = wholes | self._over_shares.collect(wholes, used)

@@ -184,6 +184,7 @@ class _Row:
             )
 
     def _loss(self, loss: Loss, part: Share) -> torch.Tensor:
+        """Returns the objective of a micro-batch, scaled for backward; adds its loss to the step's sums."""
         objective, extras = objective_of(self.state, loss)
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
@@ -244,6 +245,7 @@ class _Row:
 
     @staticmethod
     def _whole(saved: _Saved, gradients: list[torch.Tensor | None]) -> None:
+        """Run the whole backward of a stage's micro-batch; `RefusedPlan` where recomputing did something else."""
         try:
             backward.whole(saved.outputs, gradients)
         except CheckpointError as error:

@@ -37,9 +37,11 @@ def drawing(state: RankState) -> Iterator[None]:
         yield
         return
     if (notice := watch.at(state.steps_done, random)) is not None:
+        # a compiled block hides its draws, which would be others than one process's
         if state.plan.compile:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         state.notices.append(notice)
+    # the module draws, or nobody knows yet
     if not watch.idle:
         with attention_as_ops(random.scores), random.watching(state.module):
             yield

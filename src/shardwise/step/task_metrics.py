@@ -51,9 +51,11 @@ class MetricTally:
             raise InputError(f"{_SHAPE}, got {type(returned).__name__}")
         metrics = []
         for name, value in returned.items():
+            # a third item is applied after the division ("sqrt")
             if not isinstance(value, tuple | list) or len(value) not in (2, 3):
                 raise InputError(f"{_SHAPE}: '{name}' is not a sum and a weight; a mean has no weight to share")
             total, weight = (torch.as_tensor(plain(v), device=self.device).detach().double() for v in value[:2])
+            # a weight may be one number for a vector of sums, not the other way round
             if total.dim() > 1 or weight.dim() > total.dim():
                 raise InputError(
                     f"{_SHAPE}: '{name}' has a sum of shape {tuple(total.shape)}: give numbers or a vector"
@@ -89,6 +91,7 @@ class MetricTally:
         return values
 
     def _value(self, name: str, total: float, weight: float) -> float:
+        """Returns a metric over all ranks; NaN without weight, or where its last function has no value."""
         if not weight:
             return math.nan
         finish = self._finish[name]

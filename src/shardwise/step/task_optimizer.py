@@ -35,6 +35,7 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
     """Returns the optimizer that the task's function makes; raises `InputError` where it fails or returns none."""
     try:
         optimizer = make(named_groups(params))
+    # it says itself what is wrong, such as a refusal by the groups that it was given
     except ShardwiseError:
         raise
     except Exception as error:

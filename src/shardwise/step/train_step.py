@@ -60,6 +60,7 @@ def train_step(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def _step(state: RankState, parts: list[Share]) -> StepResult:
+    """Returns the result of one step: gradients, and an update where they are usable. Collective."""
     if state.needs_closure:
         return _with_closure(state, parts)
     before = Before(state) if state.tier is not None and state.tier.undo is not None else None
@@ -136,7 +137,7 @@ def take_written(state: RankState) -> None:
 
 
 def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
-    """Complete a step's gradients after its last backward: summed over ranks, divided and clipped. Collective.
+    """Returns (result, whether ranks may update); gradients are summed over ranks, divided and clipped. Collective.
 
     tally   what this rank added up over the step's micro-batches
     Raises `RunError` where ranks took different branches that one process could not have taken.
@@ -172,7 +173,7 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
 
 
 def update(state: RankState, step: Callable[[], T]) -> T | None:
-    """Run the optimizer's `step` where its tensors are whole enough, then publish the new weights. Collective."""
+    """Run the optimizer's `step` where its tensors are whole enough, and publish; returns its result. Collective."""
     with state.hooks.inside("update"):
         reach("update", subject=state)
         if state.owners is not None:
@@ -185,6 +186,7 @@ def update(state: RankState, step: Callable[[], T]) -> T | None:
 
 
 def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
+    """Returns the first evaluation's result of an optimizer that asks for the loss again. Collective."""
     results: list[StepResult] = []
 
     def closure() -> float:
@@ -200,12 +202,14 @@ def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
 
 
 def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:
+    """Returns the result, with metrics; counts the step, and drops what it left. `updated`: weights moved."""
     if state.steps_done == 0 and state.forward.gathered_bytes:
         received_mb = state.forward.gathered_bytes / 1e6
         state.notices.append(
             f'loss_scope="global": in each step this rank receives {received_mb:.3g} MB of other ranks\' outputs '
             "and batches for the loss"
         )
+    # what a step gathered to be read again belongs to its weights
     if state.tensor is not None:
         forget()
     if state.tensor is not None or state.forward.positions is not None:
@@ -224,6 +228,7 @@ def _settle_buffers(module: nn.Module) -> None:
 
 
 def _set_learning_rate(state: RankState) -> None:
+    """Set the rates of this step by the schedule, as multiples of those that were given."""
     if state.schedule is None:
         return
     factor = state.schedule(state.steps_done)
@@ -233,17 +238,21 @@ def _set_learning_rate(state: RankState) -> None:
 
 
 def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
+    """Run forward and backward of one micro-batch, into gradients and `tally`; `last`: reductions begin with it."""
     meet_kept(state, part)
     state.phase.samples = part.count
+    # a rank without samples: its branches and parameters must not be compared with the others'
     tally.stood_in |= part.count == 0
     seed_masks(state, index, part)
     state.technique.start_micro_batch(last=last)
     with drawing(state):
         loss = state.forward(part)
         objective, extras = objective_of(state, loss)
+        # a loss that no parameter reaches would raise in torch with a message about its graph
         if not objective.requires_grad:
             raise InputError(NO_GRAPH)
         tally.add(loss, part.count, extras)
+        # gradients are divided as they are made, so what they are divided by is agreed on before backward
         if state.as_made is not None:
             state.as_made.begin(tally)
         try:

@@ -87,8 +87,11 @@ class Fault:
             raise InputError(f"no fault is called {self.kind!r}{did_you_mean(self.kind, sorted(KINDS))}")
         if self.at not in AT:
             raise InputError(f"no point is called {self.at!r}{did_you_mean(self.at, list(AT))}; there are {AT}")
+        # a disk fails where files are written, at no point of a step
         if self.at != "disk" and self.kind in ("eio", "enospc"):
             raise InputError(f"fault {self.kind!r} at {self.at!r}: eio and enospc are for 'disk'")
+        # these change weights or optimizer state, of which there is none before the first step or while files are
+        # written
         if self.kind in STATE and self.at in ("start", "save", "disk"):
             raise InputError(f"fault {self.kind!r} needs the rank's state, which {self.at!r} does not have")
 
@@ -129,10 +132,12 @@ def meet(point: str, step: int, subject: Any) -> None:
     plan = json.loads(faults_text)
     for number, fields in enumerate(plan["faults"]):
         fault = Fault(**fields)
+        # other ranks, steps and points go by
         if fault.at != point or not _is_mine(fault, step, subject):
             continue
         at = (plan["folder"], number)
         _passed[at] = _passed.get(at, 0) + 1
+        # `after` matches are let through; `times` counts over processes, so that an attempt that follows is spared
         if _passed[at] > fault.after and _first(Path(plan["folder"]), number, fault.times):
             KINDS[fault.kind](fault, subject)
 
@@ -141,6 +146,7 @@ _passed: dict[tuple[str, int], int] = {}  # (folder, number of a fault) -> how o
 
 
 def _is_mine(fault: Fault, step: int, subject: Any) -> bool:
+    """Whether a fault is for this rank, step and point."""
     if fault.kind in STATE and subject is None:  # a script's model that waits for its first forward
         return False
     if fault.at == "disk":  # the process that writes does not know the step, but its name
@@ -250,8 +256,10 @@ def _flip_optimizer(fault: Fault, state: Any) -> None:
     import torch
 
     for slot in state.technique.slots:
+        # without a name the first parameter will do
         if fault.name in (None, slot.name):
             held = [value for value in state.optimizer.state[slot.master].values() if isinstance(value, torch.Tensor)]
+            # a state with a dim holds a number for each element; a counter has none to flip
             held = [value for value in held if value.numel() > fault.element and value.dim()]
             if held:
                 return _flip(held[0], fault)
@@ -274,6 +282,7 @@ def _io_error(fault: Fault, subject: Any) -> None:
 
 
 def _disconnect(fault: Fault, subject: Any) -> None:
+    """Shut down this process's network connections."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
@@ -286,6 +295,7 @@ def _disconnect(fault: Fault, subject: Any) -> None:
 
 
 def _drop(fault: Fault, subject: Any) -> None:
+    """Take down the links of this rank's network namespace."""
     own = os.stat("/proc/self/ns/net").st_ino
     if own not in [path.stat().st_ino for path in Path("/run/netns").glob("*")]:
         raise InputError(

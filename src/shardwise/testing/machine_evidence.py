@@ -64,12 +64,12 @@ RESUMED: dict[str, Any] = {"steps": 8, "eval_every": 0, "checkpoint_every": 3, "
 class EvidenceRow:
     """One claim that was tried. `held`: whether it came out true; None: not tried, for the reason in `what`."""
 
-    part: str
+    part: str  # of the page
     name: str
     held: bool | None
     what: str
     seconds: float = 0.0
-    figures: dict[str, float] | None = None
+    figures: dict[str, float] | None = None  # what was measured, by name
 
 
 def collect(
@@ -104,6 +104,7 @@ def _tried(part: str, name: str, attempt: Callable[[], EvidenceRow], until: floa
 def _attempts(
     pool: RankPool, device: str, backend: str | None, ranks: int, kinds: list[tuple[str, str]]
 ) -> Iterator[tuple[str, str, Callable[[], EvidenceRow]]]:
+    """Yields (part, name, function that tries it and returns its row), in the order of the page."""
     proofs = [("proofs", f"{task} {plan}", partial(_proof, pool, device, backend, task, plan)) for task, plan in kinds]
     yield from proofs[:5]
     yield "messages", f"{LARGE_BYTES >> 20} MiB both ways", partial(_messages, pool, ranks)
@@ -181,6 +182,7 @@ def _survival(ranks: int, device: str) -> EvidenceRow:
 
 
 def _by_hand(pool: RankPool, ranks: int) -> EvidenceRow:
+    """Returns a row that compares our step with DDP by hand."""
     rows = pool.run(pairs_of_steps, ranks, timeout_s=240.0)
     ours, theirs = ([max(row[which][i] for row in rows) for i in range(PAIRS)] for which in (0, 1))
     ratio = median(hand / own for own, hand in zip(ours, theirs, strict=True))

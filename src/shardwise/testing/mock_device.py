@@ -92,6 +92,7 @@ class _Module:
 
     @contextmanager
     def stream(self, stream: MockStream | None) -> Iterator[None]:
+        """Context: operations belong to this stream; None: to the present one."""
         before, TRAFFIC.current = TRAFFIC.current, stream or TRAFFIC.current
         try:
             yield
@@ -380,11 +381,14 @@ def _goes_to(kwargs: dict) -> str:
 def _refuse_both(func: Any, args: tuple, foreign: list[torch.Tensor]) -> None:
     """Raise where tensors of the host and of the device meet, as a kernel of a GPU would."""
     packet = func.overloadpacket
+    # copies are how tensors come to a device
     if not foreign or packet in (aten.copy_, aten._foreach_copy_):
         return
+    # indexing takes indices from the host, as CUDA does
     if packet in _TAKES_HOST_INDICES and isinstance(args[0], MockTensor):
         indices = [index for index in args[1] if index is not None and not isinstance(index, MockTensor)]
         foreign = [tensor for tensor in foreign if not any(tensor is index for index in indices)]
+    # a number without dims goes to the device by itself, but nothing may be written into it
     if all(tensor.dim() == 0 for tensor in foreign) and not _writes_to(func, args, foreign):
         return
     tensors = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in foreign)

@@ -35,9 +35,9 @@ class _Unit:
     """What one rank begins at once: an operation, or those of one batch. `after`: units of the rank before it."""
 
     rank: int
-    operations: list[tuple[Issued, Key]] = field(default_factory=list)
+    operations: list[tuple[Issued, Key]] = field(default_factory=list)  # each with the key under which its ranks meet
     after: list[int] = field(default_factory=list)
-    open: set[Key] = field(default_factory=set)
+    open: set[Key] = field(default_factory=set)  # keys of those that have not ended
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def communicators(entries: Entries) -> set[str]:
 
 
 def _played(ranks: Sequence[Entries], *, one_queue: bool) -> PlayedOrder:
+    """Returns how the ranks' entries end, played as NCCL would: by `one_queue`, or one for each communicator."""
     units = [_units(rank, entries, one_queue=one_queue) for rank, entries in enumerate(ranks)]
     unlike = _unlike(units)
     if unlike:

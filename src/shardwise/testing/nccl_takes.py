@@ -25,8 +25,10 @@ def refuse_as_nccl(func: Any, bare_args: tuple) -> None:
             continue
         if tensor.dtype not in _NCCL_SENDS:
             raise RuntimeError(f"{func}: NCCL has no type for {tensor.dtype}")
+        # channels_last counts as contiguous: NCCL sends memory, whatever its order
         if not tensor.is_contiguous(memory_format=suggest_memory_format(tensor)):
             raise RuntimeError(f"{func}: NCCL takes contiguous tensors, and this one has strides {tensor.stride()}")
+    # NCCL checks sizes of these two alone; gloo checks none
     if func.overloadpacket in _BASES:
         full, shard = (bare_args[place] for place in _BASES[func.overloadpacket])
         ranks = next(dist.ProcessGroup.unbox(arg) for arg in bare_args if isinstance(arg, torch.ScriptObject)).size()

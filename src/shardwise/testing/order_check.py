@@ -97,6 +97,7 @@ def _evaluates(task: Any) -> bool:
 def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | Waited]:
     """Returns the entries that this rank issues and waits for. Collective."""
     device = mock_device.install()
+    # under a launcher ranks meet on the mock device; one rank alone needs no group
     if dist.is_initialized() and dist.get_world_size() > 1:
         mock_device.join_group()
     resolved = resolve_task(task)
@@ -106,8 +107,10 @@ def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | 
         engine = parallelize(resolved, plan, device=str(device), clip_norm=1.0)
         for step in range(STEPS):
             engine.step(global_batch(resolved, settings, step))
+        # a task may have no evaluation
         if evaluates:
             engine.evaluate([global_batch(resolved, settings, STEPS)])
+        # gathered by name and thrown away: what is issued is what is looked at
         for tensors in (engine.full_parameters(), engine.full_optimizer_state(), engine.full_buffers()):
             deque(tensors, maxlen=0)
     engine.close()

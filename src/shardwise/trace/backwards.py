@@ -71,7 +71,7 @@ SEVERAL_AT_ONCE = "is_grads_batched"
 class Taken:
     """One call of `torch.autograd.grad` by a forward: its times, and the numbers of its `inputs` (`by`)."""
 
-    enter: int
+    enter: int  # time of the flow
     exit: int
     by: tuple[int, ...]
     plain: bool  # of tensors, one gradient each: what can be taken in parts

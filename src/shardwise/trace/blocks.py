@@ -48,6 +48,7 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
     if not is_list or len(counts) > 1:
         children = [(name, child) for name, child in children if next(child.children(), None) is not None]
         counts = Counter(type(child) for _, child in children)
+    # no class comes twice: nothing is repeated
     if not counts or max(counts.values()) < 2:
         return []
     return [(name, child) for name, child in children if is_list or counts[type(child)] > 1]
@@ -61,6 +62,7 @@ def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str
     for name, child in children:
         # a list has no forward of its own to hook: its children may be units, never the list
         if id(child) in repeated and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            # only a large block is opened, and only where that finds more than one part of it
             inner = _walk(name, child, total, nested=nested) if nested and _elements(child) > DESCEND * total else []
             paths += inner if len(inner) > 1 else [name]
         else:
@@ -72,8 +74,10 @@ def _large_leaves(module: nn.Module, total: int) -> list[str]:
     """Returns the leaves of `nn.Sequential`s that hold more than an average child; [] where there is only one."""
     paths = []
     for path, child in module.named_modules():
+        # loose layers that a forward calls as it likes may be parts of one operation (q, k, v); a Sequential's are not
         if isinstance(child, nn.Sequential):
             leaves = [(f"{path}.{name}" if path else name, leaf) for name, leaf in child.named_children()]
+            # smaller ones would each cost a message that saves little memory
             paths += [name for name, leaf in leaves if _elements(leaf) * len(leaves) > total]
     return paths if len(paths) > 1 else []
 
@@ -115,6 +119,7 @@ def _shares_outside(module: nn.Module, block: nn.Module) -> bool:
     seen, ahead = {id(block)}, [module]  # not into the block: what it alone reaches is not outside
     while ahead:
         child = ahead.pop()
+        # modules may hold each other, and one module may be reached twice
         if id(child) in seen:
             continue
         seen.add(id(child))
@@ -149,6 +154,7 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
             names = sorted(
                 {type(child).__name__ for child in module.modules()} | {p for p, _ in module.named_modules()}
             )
+            # the whole model is no unit in itself
             if type(module).__name__ == pattern:
                 raise InputError(_whole_model(module, pattern))
             found = find_blocks(module).paths
@@ -159,6 +165,7 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
     order = [path for path, _ in module.named_modules()]
     paths.sort(key=order.index)
     for path in paths:
+        # a tied weight would be gathered by one unit and missed by the other
         if _shares_outside(module, module.get_submodule(path)):
             raise InputError(
                 f"wrap: '{path}' holds a weight that a module outside it holds too, and a unit gathers what is its own "
@@ -179,6 +186,7 @@ def _whole_model(module: nn.Module, name: str) -> str:
 
 def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
     """Returns a sentence for each way in which units are too large, too few or too small, with units to name."""
+    # nothing repeats: the whole module is one unit
     if not paths:
         parts = _parts(module, "")
         named = f": name units in the plan, with {_spelt(module, parts)}" if parts else ""
@@ -189,6 +197,7 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
     # of units within units the outer one counts alone
     rest = total - sum(sizes[p] for p in paths if not any(p.startswith(q + ".") for q in paths if q != p))
     parts = _parts(module, largest)
+    # a single unit without parts leaves nothing else to name
     if sizes[largest] > COARSE * total and (len(paths) > 1 or parts):
         better = _spelt(module, [path for path in paths if path != largest] + parts)
         warnings.append(
@@ -219,11 +228,13 @@ def _parts(module: nn.Module, path: str) -> list[str]:
 
 def _spelt(module: nn.Module, paths: list[str], most: int = 6) -> str:
     """Returns how a plan names these units, `wrap=Block|head`: by class where it means all of them, else by path."""
+    # a class that also names modules outside cannot stand for these units alone
     strangers = {type(child).__name__ for path, child in module.named_modules() if path not in paths}
     names: dict[str, None] = {}
     for path in paths:
         kind, outer = type(module.get_submodule(path)).__name__, path.rpartition(".")[0]
         around = module.get_submodule(outer) if outer else None
+        # all children of one container have a shorter name: "layers.*"
         alike = around is not None and all(f"{outer}.{name}" in paths for name, _ in around.named_children())
         names[kind if kind not in strangers else f"{outer}.*" if alike else path] = None
     return f"wrap={'|'.join(names)}" if len(names) <= most else f"wrap={'|'.join([*names][:most])}|..."

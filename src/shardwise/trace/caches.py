@@ -23,8 +23,10 @@ _OURS = ("torch", "shardwise", "functools", "builtins")
 
 def caches_of(module: nn.Module) -> list[Any]:
     """Returns the cached functions of a module's classes, of the files of these, and in submodules' attributes."""
+    # a cache may be made in __init__ and kept as an attribute
     caches = {id(value): value for child in module.modules() for value in vars(child).values() if _is_cache(value)}
     for kind in {type(child) for child in module.modules()}:
+        # and of base classes, with the functions of their files, which methods call
         caches |= {id(cache): cache for base in kind.__mro__ for cache in _of_class(base)}
     return list(caches.values())
 
@@ -34,6 +36,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _of_class(kind: type) -> Iterator[Any]:
+    """Yields the caches among a class's attributes and in its file."""
     if kind.__module__.partition(".")[0] in _OURS:
         return
     file = sys.modules.get(kind.__module__)

@@ -51,6 +51,7 @@ class _Recorder(TorchDispatchMode):
         Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
         """
         first = next((tensor for tensor in tensors_in((args, kwargs))), None)
+        # inside another such function all is one op; without a tensor there is nothing to record
         if self.paused or first is None:
             return function(*args, **kwargs)
         self._meet(first)
@@ -179,6 +180,7 @@ class _Recorder(TorchDispatchMode):
         made = {storage_key(tensor) for tensor in outputs} - before
         written = set(made)
         written |= {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
+        # two storages that change places cannot be told apart by their ops
         if func.overloadpacket in _SWAPS:
             raise NotReplayable(f"the constructor swaps storages ({func})")
         if not written or _reshapes(func):
@@ -300,11 +302,13 @@ def _initialisers(recorder: _Recorder) -> Iterator[None]:
     originals = {
         name: function
         for name, function in vars(torch.nn.init).items()
+        # in-place functions end in "_"; without them (calculate_gain) nothing is written
         if name.endswith("_") and not name.endswith("__") and callable(function)
     }
 
     def recorded(function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
+            # by the innermost build: a constructor may build another module within it
             return _recording[-1].initialise(function, args, kwargs) if _recording else function(*args, **kwargs)
 
         return call
@@ -316,5 +320,6 @@ def _initialisers(recorder: _Recorder) -> Iterator[None]:
         yield
     finally:
         _recording.pop()
+        # put back whatever was raised, or the process would record for good
         for name, function in originals.items():
             setattr(torch.nn.init, name, function)

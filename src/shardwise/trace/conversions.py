@@ -43,6 +43,7 @@ def _conversion_of(original: nn.Module, paths: dict[nn.Module, str]) -> Callable
     def apply(module: nn.Module, function: Convert, recurse: bool = True) -> nn.Module:
         if _ours.get() or module is not original:  # a copy, which no plan holds
             return type(module)._apply(module, function, recurse)
+        # as `nn.Module._apply` goes: through all children, unless told not to
         for child in module.modules() if recurse else [module]:
             for name, param in child._parameters.items():
                 if param is not None:

@@ -104,6 +104,7 @@ class Built:
 
     def stored(self) -> set[str]:
         """Returns the parameters whose values come from a file, wholly or in part; none of a module built for real."""
+        # asked first, as slices of the tape cost time for each parameter
         if self._tape is None or not any(op.stored for op in self._tape.ops):
             return set()
         ops, slice_ = self._tape.ops, self._tape.slice
@@ -131,9 +132,12 @@ class Built:
         """Let `module` be a copy where weights of it were there before the constructor was called."""
         before = None if self._tape is None else self._tape.constants
         named = self._targets.items()
+        # without a tape all of its tensors count as there before the call
         tensors = [target for name, target in named if before is None or self._refs[name].storage in before]
+        # a buffer alone may be shared: it is not trained
         if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
             with as_written():
+                # with a tape large ones get no values here, as each is made later
                 self.module = copied(self.given, stand_ins(tensors, LARGE if before is not None else None))
             self._targets = dict(named_tensors(self.module))
 
@@ -152,6 +156,7 @@ class Built:
             raise NotReplayable(f"'{name}' was not made by recorded operations")
 
     def _assign_seeds(self) -> None:
+        """Seed each random op of the tape by the first parameter that needs it, and its place among that one's."""
         assert self._tape is not None
         for name, ref in self._refs.items():
             drawn = [op for op in self._tape.slice(ref.storage) if self._tape.ops[op].random]
@@ -177,8 +182,10 @@ class Built:
         gc.collect()  # what only a circle of references keeps is nobody's
         for place, storage in enumerate(tape.outliving(named)):
             key, whole = storage._cdata, torch.empty(0, dtype=torch.uint8).set_(storage)
+            # a tensor that came from elsewhere cannot be made again
             if tape.lacks(key):
                 raise NotReplayable("a tensor outside the module's tables was not made by recorded operations")
+            # it has no name to be seeded by: its place among such tensors stands for one
             for draw in (op for op in tape.slice(key) if tape.ops[op].random):
                 self._seeds.setdefault(draw, seed_of("init", self.seed, "unnamed", place, draw))
             with as_written():
@@ -229,9 +236,11 @@ def _drawing_from(generator: torch.Generator, arguments: Any) -> Any:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # a tied weight has the first of its names
     """Yields (path, tensor) of parameters, buffers and plain tensor attributes, each object once."""
     seen: set[int] = set()
     for path, child in module.named_modules():
+        # a constructor may keep a tensor as a plain attribute, which is no buffer
         plain = {k: v for k, v in vars(child).items() if isinstance(v, torch.Tensor)}
         for table in (child._parameters, child._buffers, plain):
             for leaf, tensor in table.items():
@@ -287,6 +296,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str, *, ow
         "rank 0's weights are handed out one by one"
     )
     built = Built(module, seed, None, notice)
+    # a parameter that was there before the call belongs to others too: the module becomes a copy
     if own and not all(id(param) in new for param in module.parameters()):
         built.set_apart()
     return built
@@ -295,8 +305,10 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str, *, ow
 def told_of_constructor(error: BaseException) -> str:
     """Returns a constructor's error and its place, as text, with advice for one that picks a device or spreads."""
     text, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
+    # a device's error names a remedy of its own
     if of_a_device(error):
         return f"{text.rstrip('.')}. {LEAVE_OUT}"
+    # torch says how much it asked for
     if asked := re.search(r"you tried to allocate (\d+) bytes", str(error)):
         return f"{text}: one tensor of {int(asked[1]) / 2**30:,.0f} GiB: make the sizes of the model smaller"
     if any("torch/nn/parallel/" in frame.filename or "torch/distributed/" in frame.filename for frame in frames):

@@ -49,13 +49,16 @@ class KeepDouble(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         wide = _WIDE.get(kwargs.get("dtype"))
+        # but for constructors (`as_written`), and what autograd itself casts
         if wide is not None and not _as_written.get() and not _of_autograd():
+            # a float64 tensor would be rounded: it stays wide
             if _is_double(args, wide):
                 self.met = True
                 kwargs["dtype"] = wide
             # only where the run's own dtype is float64: its constants and one-hot rows lose nothing by it
             elif torch.get_default_dtype() == torch.float64 and _exact(func, args):
                 kwargs["dtype"] = wide
+        # a result made of float32 alone would hang on the order of its terms, which ranks change
         elif torch.get_default_dtype() == torch.float64 and _computes_narrow(func, args) and not _of_autograd():
             args = tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
         return with_values(func)(*args, **kwargs)

@@ -98,6 +98,7 @@ def _holds(
     shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     # not every kernel checks its shapes, but those without values do
     by_shape = _outputs(func(*shapes[0], **shapes[1]))
+    # a kernel that gives other shapes does not treat elements alone
     if not by_shape or any(output.shape != shape for output in by_shape):
         return False
     whole = _outputs(func(*args, **kwargs))
@@ -106,12 +107,14 @@ def _holds(
             single_args = tree_map_only(torch.Tensor, lambda t, d=dim, i=index: _index(t, d - ndim, i), (args, kwargs))
             singles = _outputs(func(*single_args[0], **single_args[1]))
             pairs = zip(whole, singles, strict=True)
+            # an element on its own gives another value than among others
             if not all(_same(among.narrow(dim, index, 1), of_single) for among, of_single in pairs):
                 return False
     return True
 
 
 def _drawn(small: _Small, scale: float, integers: int, generator: torch.Generator) -> torch.Tensor:
+    """Returns a small tensor of random values for a trial."""
     shape, dtype = small.shape, small.dtype
     if dtype.is_floating_point or dtype.is_complex:
         dtype = torch.promote_types(dtype, torch.float32)  # few bits would hide a difference

@@ -148,9 +148,11 @@ class Fake(FakeTensorMode):
         kind = type(output) if type(output) in (tuple, list) else None
         leaves = (output,) if kind is None else tuple(output)
         made = [_made(leaf, tensors) if type(leaf) is FakeTensor else leaf for leaf in leaves]
+        # a result that is no tensor and no number cannot be given back from here
         plain = all(type(result) is Made or type(result) in (int, type(None)) for result in made)
         pairs = zip(leaves, made, strict=True)
         new_storages = [storage_key(leaf) for leaf, result in pairs if type(result) is Made and result.place is None]
+        # nothing was made: there is nothing to take from the cache
         any_tensor = output is None or any(type(result) is Made for result in made)
         # two new results on one storage cannot be written as `Made`
         if not plain or not any_tensor or len(set(new_storages)) < len(new_storages):
@@ -220,24 +222,28 @@ def _of_metadata(func: Any) -> bool:
     """
     if not isinstance(func, torch._ops.OpOverload):
         return False
+    # an operation of a library's own may read values
     if not torch._library.utils.is_builtin(func) and func.namespace != "fsdp":
         return False
     if func in FakeTensorMode.lift_fns or func.name().startswith(("aten::as_strided_", "aten::set_", "aten::resize")):
         return False  # of constants; and of what the size of a storage decides
     returns = func._schema.returns
     returns_tensors = not returns or any(isinstance(made.type, torch.TensorType | torch.ListType) for made in returns)
+    # indexing reads values, but only in their place: its shape does not depend on them
     return returns_tensors and (func is torch.ops.aten.index.Tensor or not _OF_VALUES & set(func.tags))
 
 
 def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
     """Returns the `Made` that says how a result follows from the arguments; None where that is not known."""
     places = [place for place, tensor in enumerate(tensors) if storage_key(tensor) == storage_key(leaf)]
+    # which of two tensors that share their memory it follows is not seen, nor what a complex view is
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
         return None  # which of two that share their memory it follows is not seen here
     seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.fake_device)
     if not places:
         return seen
     place = places[0]
+    # the result is an argument itself
     if leaf is tensors[place]:
         return Made(place)
     return seen._replace(place=place) if leaf.dtype == tensors[place].dtype else None

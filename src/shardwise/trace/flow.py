@@ -175,6 +175,7 @@ class Flow:
         """Recomputes `last_use` without operations whose results only stay in plain attributes of the module."""
         if self.taken or self.backwards:  # whose backward reads what any part of the forward kept
             return
+        # else an operation whose result stays in an attribute of the module would keep it alive
         self.last_use = [-1] * len(self.made)
         for op in self.ops:
             if op.reads_value or not self.reaching.isdisjoint(op.makes):
@@ -199,6 +200,7 @@ class Flow:
         for call in self.functions if functions else self.calls():
             # calls come in order of time, so each tensor enters `alive` once and leaves it once
             while ahead and ahead[-1][0] < call.enter:
+                # ascending by the time at which each was made
                 alive.add(ahead.pop()[1])
             alive = {number for number in alive if self.last_use[number] > call.enter}
             yield call, sorted(alive)
@@ -215,11 +217,14 @@ class Flow:
         callers, calls, stack = list[list[ModuleCall]](), [*self.calls()], [self.root]
         at = 0
         for op in self.ops:
+            # calls and operations both ascend in time, so both lists are walked once
             while at < len(calls) and calls[at].enter <= op.time:
+                # a call that ended before this one began is no caller of it
                 while stack[-1] is not self.root and stack[-1].exit < calls[at].enter:
                     stack.pop()
                 stack.append(calls[at])
                 at += 1
+            # calls that ended since the last operation
             while stack[-1] is not self.root and stack[-1].exit < op.time:
                 stack.pop()
             callers.append(stack[1:])
@@ -242,8 +247,10 @@ class Flow:
         All of it belongs into one stage: what one micro-batch leaves there, the next one finds.
         """
         states = self.parameters | self.buffers
+        # a parameter that was given another number was written to
         written = {states[number] for number in states if self.made[number] >= 0 and self.depends[number]}
         spans: dict[int, tuple[int, int]] = {}
+        # all uses of it, whatever number it had then
         for op in self.ops if written else ():
             for state in {states[n] for n in (*op.reads, *op.makes) if n in states} & written:
                 spans[state] = spans.get(state, (op.time, 0))[0], op.time
@@ -269,8 +276,10 @@ class Flow:
         used = {number for number, last in enumerate(self.last_use) if last >= 0}
         rewritten = []
         for renumbered in reversed(self.rewrites):  # what a later write gives another number is used under that one too
+            # a write gives every tensor on that memory a new number
             after = [old for old, new in renumbered.items() if new in used]
             used.update(after)
+            # one tensor on a memory needs no other name
             if len(after) > 1:
                 after = [old for old in after if self.depends[old] and old not in self.parameters]
                 rewritten.append((self.overwritten[next(iter(renumbered))], after))

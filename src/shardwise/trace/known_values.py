@@ -59,7 +59,7 @@ CHOSEN, BATCH = "chosen", "batch"
 class _Memory:
     """Shared by a tensor and its views: whether their known values still hold, and the names of what they came from."""
 
-    valid: bool = True
+    valid: bool = True  # False once an operation wrote without values
     origins: frozenset[str] = frozenset()
 
 
@@ -264,7 +264,9 @@ class Values(TorchDispatchMode):
     def _draw(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns an op's result; a single drawn number has a value, on which a choice may depend (layerdrop)."""
         out = func(*args, **kwargs)
+        # a number that depends on nothing: random.random() by torch's own, for layerdrop
         single = isinstance(out, FakeTensor) and out.numel() == 1 and is_random(func) and not tensors_in((args, kwargs))
+        # without known draws only rand has a value that stands for it: its median goes the usual way
         if single and (self.draws or func._overloadpacket is _ATEN.rand):
             with _disable_current_modes():
                 give(out, func(*args, **kwargs) if self.draws else torch.full(out.shape, MEDIAN, dtype=out.dtype))

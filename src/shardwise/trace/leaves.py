@@ -33,6 +33,7 @@ def _gather(nest: Any, kind: type, tensors: list[Any]) -> None:
         return
     for leaf in nest:
         kind_of_leaf = type(leaf)
+        # empty nests are passed by: a call for each would cost more than the walk
         if kind_of_leaf in _ATOMS or (kind_of_leaf in _NESTS and not leaf):
             continue
         if isinstance(leaf, kind):
@@ -46,12 +47,15 @@ def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
     """Returns the same tree with `make(leaf)` in the place of each leaf of `kind` (a tensor, say)."""
     if isinstance(tree, kind):
         return make(tree)
+    # a tensor of another kind is a leaf; some could be iterated over
     if isinstance(tree, torch.Tensor):
         return tree
     if isinstance(tree, dict):
         return {key: replaced(kind, make, leaf) for key, leaf in tree.items()}
+    # a leaf of any other class
     if not isinstance(tree, tuple | list):
         return tree
+    # most leaves are atoms: asked by type, which is faster than a call for each
     leaves = [leaf if type(leaf) in _ATOMS else replaced(kind, make, leaf) for leaf in tree]
     if isinstance(tree, list):
         return leaves

@@ -54,6 +54,7 @@ def is_watched(param: torch.Tensor) -> bool:
 
 
 def _refuse_gradient(gradient: torch.Tensor) -> None:
+    """Raise `InputError`: a weight got a gradient that is not trained."""
     raise InputError(
         "the loss reads weights of a module that was there before Task.model was called; a copy of it is trained, so "
         "that these would not be: build the module in Task.model (model=Net), and let it return what the loss needs of "

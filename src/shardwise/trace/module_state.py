@@ -119,12 +119,15 @@ class ModuleState:
             for table, key in places:
                 if (id(table), key) in kept:
                     value, copied = kept[id(table), key]
+                    # objects and containers by their contents, to any depth
                     if isinstance(copied, PassedState):
                         below.enter_context(copied.standing_in())
+                    # generators (Python's, numpy's, torch's) by their state
                     elif isinstance(value, KINDS):
                         below.enter_context(standing_at(value, copied))
                     table[key] = _standing_in(value, copied, self._by_value)
                 else:
+                    # new since then: taken out while the old state stands in
                     del table[key]
             try:
                 yield
@@ -195,9 +198,11 @@ class PassedState:
         """Notes a value's contents, and those of all that it holds, but for large data and objects of other kinds."""
         if self._is_data(value):
             return
+        # one tensor once, whatever holds it
         if self._written and id(value) not in self._seen and _is_plain(value):
             self._seen.add(id(value))
             self._tensors.append((value, *_copied(value)))
+        # modules, classes and functions are code, and tensors were noted above
         if isinstance(value, torch.Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
             return
         # an object of torch's is not a forward's to take apart
@@ -215,8 +220,10 @@ class PassedState:
     def standing_in(self) -> Iterator[None]:
         """Context: the objects have their recorded contents inside, and their present ones again afterwards."""
         now = [(table, _copy_of(table)) for table, _ in self._tables]
+        # only tensors that were written since: the others are the same objects still
         old = {id(tensor): clone for tensor, clone, version in self._tensors if tensor._version != version}
         for table, contents in self._tables:
+            # a tensor that was written keeps its new values, and its copy stands in its place meanwhile
             _refill(table, _replaced(contents, old) if old else contents)
         try:
             yield
@@ -297,6 +304,7 @@ def _copy_of(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
+    """Returns what a value is compared with and restored by: of a tensor (copy, version), else its contents."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version
     if isinstance(value, KINDS):
@@ -314,6 +322,7 @@ def _written(value: Any, copied: Any) -> bool:
 
 
 def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
+    """Returns what stands in for an entry: a copy of a tensor that was written to, else the value itself."""
     if isinstance(value, torch.Tensor):
         if value._version == copied[1] and not always:
             return value
@@ -324,12 +333,15 @@ def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
 
 def _differs(now: Any, value: Any, copied: Any) -> bool:
     """Whether an entry is another object than `value`, or `value` has other contents than when it was `copied`."""
+    # another object is another value, whatever it holds
     if now is not value:
         return True
+    # tensors by their version: comparing every element would take as long as the forward
     if isinstance(value, torch.Tensor):
         return value._version != copied[1]
     if isinstance(copied, PassedState):
         return copied.changed()
+    # generators: their own state
     if isinstance(value, KINDS):
         return state_of(value) != copied
     if isinstance(value, dict):

@@ -106,6 +106,7 @@ class Recorder(TorchDispatchMode):
         reads = [self.number(tensor) for tensor in inputs]
         output = func(*args, **kwargs)
         self.time += 1
+        # a gradient that the forward takes itself reads what the forward made
         if not self.differentiating:  # a backward's reads are no uses: a stage does it where its forward was
             self.use(reads)
         outputs = tensors_in(output)
@@ -119,9 +120,11 @@ class Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self._note_state(makes)
         for tensor in outputs:
+            # what an operation writes into is given another number above
             if not any(tensor is argument for argument in inputs):
                 made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
                 makes.append(made)
+                # its size follows from values that depend on parameters, or from the size of such a tensor
                 if (depends and hangs) or self._takes_its_size(tensor, inputs, reads):
                     self.sized.add(made)
         cost = _cost(func, args, kwargs, output, outputs)

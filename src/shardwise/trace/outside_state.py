@@ -99,6 +99,7 @@ def _read(owner: Any, name: str) -> Any:
 
 
 def _write(owner: Any, name: str, value: Any) -> None:
+    """Set the value at a place: an attribute, a global, a closure cell."""
     if isinstance(owner, CellType):
         owner.cell_contents = value
     elif isinstance(owner, dict):
@@ -141,24 +142,31 @@ class Reached:
         function = (
             getattr(function, "__func__", function) if isinstance(function, staticmethod | classmethod) else function
         )
+        # a partial is no function: what it holds is followed
         if isinstance(function, partial):
             self._of_values("partial", [function.func, *function.args, *function.keywords.values()])
+        # a method's own object may change too, through `self`
         elif isinstance(function, MethodType):
             self._of_values("self", [function.__self__, function.__func__])
+        # functions of libraries are not followed: they keep no state of a user's model
         elif type(function) is FunctionType and id(function) not in self._seen and _own(function.__module__):
             self._seen.add(id(function))
             self._of_code(function)
+        # an object with __call__, such as a hook
         elif _is_object(function):
             self._of_values(type(function).__name__, [function])
 
     def _of_code(self, function: FunctionType) -> None:
         """Follows the globals, closure cells and defaults that a function of the user's names."""
         used, assigned = _names(function.__code__)
+        # a gradient hook may compute anything of a whole batch, which shows in no output
         if "register_hook" in used:
             self.own_backwards.append(f"a hook on a gradient that '{function.__qualname__}' sets")
+        # what is assigned need not exist yet (`global count` that the first call sets)
         for name in used & function.__globals__.keys() | assigned:
             self._of_name(function.__globals__, name, used, assigned)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            # a cell is a place: `nonlocal` may give it another value
             self.places[id(cell), name] = (cell, name)
             self._of_values(name, [_read(cell, name)], used)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -167,8 +175,10 @@ class Reached:
     def _of_name(self, names: dict[str, Any], name: str, used: frozenset, assigned: frozenset) -> None:
         """Notes a global name as a place if code assigns it, and follows its value."""
         value = names.get(name, _ABSENT)
+        # only what is plain or the user's own can be put back as it was
         if name in assigned and (value is _ABSENT or isinstance(value, _VALUES) or is_own(value)):
             self.places[id(names), name] = (names, name)
+        # a module of the user's: its names are globals too, and only those that the code names are followed
         if isinstance(value, ModuleType) and _own(value.__name__) and id(value) not in self._seen:
             self._seen.add(id(value))
             for inner in used & vars(value).keys():
@@ -178,9 +188,11 @@ class Reached:
     def _of_values(self, name: str, values: Iterable[Any], used: frozenset | None = None) -> None:
         """Notes containers and objects, which may change, and follows functions and classes; `used`: names in code."""
         for value in values:
+            # a class: its own functions may be reached through it
             if isinstance(value, type):
                 for base in value.__mro__:
                     self._of_class(base, used)
+            # functions, methods and partials reach more
             elif isinstance(value, FunctionType | MethodType | partial):
                 self._of_function(value)
             elif isinstance(value, CONTAINERS) and entries(value) <= MOST:
@@ -194,6 +206,7 @@ class Reached:
 
     def _of_class(self, kind: type, used: frozenset | None) -> None:
         """Note a class's attributes and follow its functions: those named in `used`, all of them where it is None."""
+        # followed once for the names that are used, and not again for all of them
         if (kind, used) in self._followed or (kind, None) in self._followed or not _own(kind.__module__):
             return
         self._followed.add((kind, used))
@@ -202,6 +215,7 @@ class Reached:
             self.own_backwards.append(f"the backward of '{kind.__name__}'")
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType | staticmethod | classmethod | property):
+                # a property's getter is a function too
                 if used is None or name in used:
                     self._of_function(value.fget if isinstance(value, property) else value)
             elif not name.startswith("__") and (isinstance(value, _VALUES) or is_own(value)):
@@ -254,8 +268,10 @@ class OutsideState:
     def restore(self) -> None:
         """Put everything back: the same objects, with the values they had."""
         for owner, name, value in self._kept:
+            # the same object again, not a copy: others may hold it
             if _read(owner, name) is not value:
                 _remove(owner, name) if value is _ABSENT else _write(owner, name, value)
+        # attributes that a class has got since are taken away
         for kind, before in self._classes:  # attributes that a class has got since go
             for name in vars(kind).keys() - before:
                 if isinstance(vars(kind)[name], _VALUES) and not name.startswith("__"):

@@ -52,9 +52,11 @@ def _calls(
     handles = []
 
     def enter(child: nn.Module, args: tuple, kwargs: dict, path: str) -> None:
+        # inside a transform, and inside a gradient, a module's call is part of that operation
         if transforming() or recorder.differentiating:
             return
         recorder.time += 1
+        # moments at which the module's attributes changed are noted beside calls
         if watch is not None:
             watch.moment(recorder.time, stack)
         # `leave` compares: what the call has changed beside tensors
@@ -172,6 +174,8 @@ def _in_a_row(
     changes = [change for flow in flows for change in flow.changes]
     # a buffer that its own layer sets, with no call inside, lies in the stage of that layer whatever the cut
     within = all(change.call.path == change.place[0] and not change.call.inside for change in changes)
+    # the later forwards do as the first one does, and change buffers of their own layers alone: nothing is carried
+    # over
     if same and not any(number not in flow.buffers or not within for flow in flows for number in flow.carried):
         return None
     for flow in flows:
@@ -249,6 +253,8 @@ def trace_forward(
         with torch.random.fork_rng(devices=[]):
             try:
                 return _fake(built, run, batch, dtype_of, seed), ""
+            # what the forward itself raises is raised again, after real tensors have shown whether shapes were the
+            # reason
             except Exception as error:
                 state.restore()
                 first = str(error).splitlines()[0] if str(error) else ""

@@ -35,10 +35,12 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return (id(value), value._version) if tensors else None
+    # numbers and text are compared as they are
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, KINDS):
         return state_of(value)
+    # code is not compared, nor what lies deeper than `deep`
     if not deep or isinstance(value, nn.Module | type) or callable(value):
         return None
     # modules, classes and functions are code; what lies deeper than `deep` is taken as unchanged
@@ -49,6 +51,7 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
 
 
 def _items_of(value: Any) -> list[Any]:
+    """Returns what a container or an object of the user's holds; [] for anything else."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, CONTAINERS):
@@ -62,6 +65,7 @@ def leaves(value: Any, deep: int = DEEP) -> Iterator[Any]:
         yield value
     elif not isinstance(value, _ATOMS) and deep and not isinstance(value, nn.Module | type) and not callable(value):
         items = _items_of(value)
+        # a long list of words holds neither tensors nor floats
         few = len(items) <= _FEW or any(type(item) not in _WORDS for item in items[:_FEW])
         for item in items if few else ():  # a long one of words or whole numbers is a vocabulary, which holds neither
             yield from leaves(item, deep - 1)
@@ -85,6 +89,7 @@ class ForwardState:
         self._before = self._now()
 
     def _now(self) -> dict[Attribute, Any]:
+        """Returns {place: contents} of each plain attribute of the module, and of each buffer's identity."""
         places: dict[Attribute, Any] = {}
         for path, child in self.module.named_modules():
             places |= {(path, key): contents(value) for key, value in vars(child).items() if key not in OWN_OF_TORCH}

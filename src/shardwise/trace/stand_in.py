@@ -105,6 +105,7 @@ def tensors_beside(module: nn.Module) -> Iterator[tuple[str, str, nn.Module | No
 
 def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
     """Returns the object, its contents exchanged in place; a new tuple for one whose items change."""
+    # the tensor itself, or the one that stands for it
     if isinstance(value, torch.Tensor):
         return made.get(id(value), value)
     if not deep or isinstance(value, nn.Module | type):
@@ -118,6 +119,7 @@ def _exchanged(value: Any, made: Mapping[int, torch.Tensor], deep: int) -> Any:
     if isinstance(table, dict | list):
         for key, item in list(table.items() if isinstance(table, dict) else enumerate(table)):
             new = _exchanged(item, made, deep - 1)
+            # only what changed is written back, so that an object that is the same stays itself
             if new is not item:
                 table[key] = new
     return value

@@ -19,7 +19,7 @@ class NotReplayable(Exception):
 class Ref:
     """A tensor on the tape: its storage, and its place in it."""
 
-    storage: int
+    storage: int  # its number (`storage_key`)
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -33,7 +33,7 @@ class TapedOp:
     func: Any
     args: tuple
     kwargs: dict
-    outputs: list[Ref]
+    outputs: list[Ref]  # what it made, in the order of its results
     reads: set[int]
     writes: set[int]
     random: bool  # it draws from torch's own generator, in a state that replay sets
@@ -71,6 +71,7 @@ class ConstructorTape:
                 continue
             horizon[key] = before
             writers = [op for op in self.writers.get(key, ()) if op < before]
+            # an op that gives the whole storage makes what wrote it before forgotten
             anew = next((place for place in reversed(range(len(writers))) if self.ops[writers[place]].whole), 0)
             for op in writers[anew:]:
                 if op not in needed:
@@ -82,9 +83,12 @@ class ConstructorTape:
         """Whether a storage's content cannot be made again: an op reads one that none made, whose bytes are unknown."""
         made: set[int] = set()
         for op in map(self.ops.__getitem__, self.slice(storage)):
+            # a storage that no operation of the slice made, and that was not met with bytes: its content came from
+            # elsewhere
             if any(ref.storage not in made and ref.storage not in self.constants for ref in _refs(op)):
                 return True
             made |= {ref.storage for ref in op.outputs}
+        # nothing writes it at all
         return storage not in made and storage not in self.constants
 
     def outliving(self, named: Collection[int]) -> list[torch.UntypedStorage]:

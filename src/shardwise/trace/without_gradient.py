@@ -70,6 +70,7 @@ def switched_off(module: nn.Module) -> Iterator[set[Place]]:
     handles.append(module.register_forward_pre_hook(lambda m, a: own.enter(("", 0))))
     handles.append(module.register_forward_hook(lambda m, a, o: own.leave()))
     for path, child in module.named_modules():
+        # the root has the hooks above
         if id(child) not in seen:
             seen.add(id(child))
             handles.append(child.register_forward_pre_hook(lambda m, a, path=path: enter(m, path)))

@@ -86,6 +86,7 @@ def _data(job: Job) -> dict[str, str]:
 
 
 def _sample(data: Any, index: int) -> str:
+    """Returns a sample as text, by digests of its tensors, to compare hosts by."""
     from torch.utils._pytree import tree_leaves
 
     with _seeded():

@@ -139,6 +139,7 @@ def _check_options(effective: Effective, task: Task) -> None:
     """Raises `InputError` for options that were set and that this task does not use."""
     problems = []
     if task.batch is not None:
+        # a task that makes its own batches has neither a size nor an end
         for key, why in (
             ("train.batch_samples", "it makes its own batches (`batch`)"),
             ("train.epochs", "it has no end (`batch`): give train.steps"),
@@ -146,6 +147,7 @@ def _check_options(effective: Effective, task: Task) -> None:
         ):
             if _chosen(effective, key):
                 problems.append(f"{effective.source(key)}: {key} would have no effect on this task: {why}")
+    # without held-out data nothing is evaluated
     if task.eval_data is None:
         for key in ("train.eval_every", "train.eval_samples"):
             if _chosen(effective, key):
@@ -189,6 +191,7 @@ def batch_of(task: Task, step: int) -> Any:
 
 
 def _steps(effective: Effective, task: Task, batch: int) -> int:
+    """Returns the steps of a run: as given, or those of its epochs."""
     train = effective.config.train
     if train.epochs is None:
         return train.steps or STEPS

@@ -147,6 +147,7 @@ class Keeper:
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
+        # an attempt after a crash may find every step done and only the end (exports, reports) missing
         if self.first >= self.job.steps and not self.job.again:
             raise InputError(
                 f"{restored.folder} is of step {self.first}, and this run has {self.job.steps} steps: there is nothing "
@@ -164,6 +165,7 @@ class Keeper:
         notices = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
         notices += changes(fields.get("settings") or {}, settings_of(self.job.effective))
         digest, name = task_digest(self.job.effective), self.job.effective.config.task.name.rpartition(":")[0]
+        # None: a task of no file, or a checkpoint that does not tell
         if None not in (digest, fields.get("task_file")) and digest != fields["task_file"]:
             notices.append(
                 f"{name} was edited since the checkpoint: what it says now (model, loss, data) is trained on"
@@ -183,6 +185,7 @@ class Keeper:
         path = self.job.folder / BEST  # which may have been moved with its folder
         own = _step_in(path) if self.engine.rank == 0 else None
         step = gather_json(own, self.engine.mesh.world, self.engine.device)[0]
+        # no best weights were kept, or the folder is a new one
         if step is None:
             return None
         if best is not None and step == best["step"]:
@@ -222,6 +225,7 @@ class Keeper:
                 "folder that they were trained on, and the lora.targets of theirs"
             )
         drawn = sorted({*matched.missing} & {*self.engine.state.frozen_names})
+        # names that do not match on both sides: most likely the same weights under other names
         if drawn and matched.unused:
             raise InputError(
                 f"train.init_from: {len(drawn)} frozen weights, which no step would change, have no value in "

@@ -57,6 +57,7 @@ def _progress(step: int, length: int) -> float:
 def make_schedule(section: ScheduleSection, total: int) -> Schedule:
     """Returns the schedule (step -> factor) of a `[schedule]` section for a run of `total` steps."""
     warmup, final = section.warmup_steps, section.final_factor
+    # the warm-up of a short run would never end, so the rate would never be reached
     if warmup >= total:
         raise InputError(
             f"schedule.warmup_steps = {warmup} does not end within the run's {total} steps: lower it, or train longer"
@@ -67,6 +68,7 @@ def make_schedule(section: ScheduleSection, total: int) -> Schedule:
         return lambda step: cosine(step, total, warmup, final)
     if section.name == "linear":
         return lambda step: linear(step, total, warmup, final)
+    # wsd: a constant part between warm-up and decay, whose length is told or a share of the run
     decay = section.decay_steps or max(1, round(section.decay_fraction * total))
     if warmup + decay > total:
         raise InputError(

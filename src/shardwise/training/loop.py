@@ -214,6 +214,7 @@ class _Rank:
         return {"folder": str(self.job.folder), "stopped": stopped, "notices": list(self.engine.notices)}
 
     def _announce(self) -> None:
+        """Say on rank 0 what the run is, and what the user should know of it."""
         if self.display is None:
             return
         if self.engine.rank == 0:
@@ -233,6 +234,7 @@ class _Rank:
         return gather_rows(row, everybody()).view(-1).tolist()
 
     def _input_advice(self) -> str:
+        """Returns advice for a run that waits for its input."""
         if self.task.batch is not None:
             return "make Task.batch cheaper, or give Task.data (a Source), which is read ahead"
         workers = self.job.effective.config.train.workers

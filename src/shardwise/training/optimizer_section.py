@@ -47,6 +47,7 @@ def scaled(make: Callable[[list[dict]], Optimizer], factor: float) -> Callable[[
 
 
 def _scale(make: Callable[[list[dict]], Optimizer], factor: float, groups: list[dict]) -> Optimizer:
+    """Returns the optimizer with each group's rate multiplied; `InputError` for one without a rate."""
     optimizer = make(groups)
     for group in optimizer.param_groups:
         if "lr" not in group:

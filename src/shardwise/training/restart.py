@@ -137,12 +137,15 @@ class _Attempts:
 
     def why_not(self, entry: dict[str, Any], error: RunError) -> str:
         """Returns why the run is not started again after this attempt; "" where it is."""
+        # the error says of itself that it would come back
         if getattr(error, "retry", None) is False:
             return "starting again would come to the same place"
         before = self.entries[-1] if self.entries else None
         same = ("reason", "rank", "what", "reached_step")
+        # the same error in the same step is no accident: starting again would repeat it
         if before is not None and entry["reason"] == "raised" and all(before[key] == entry[key] for key in same):
             return "two attempts came to the same error in the same step"
+        # with a budget of 0 the user never asked for restarts, and learns of the option
         if len(self.entries) >= self.budget:
             used = f"its {self.budget} restart(s) are used up (train.restarts)"
             return used if self.budget else "train.restarts (--restarts N) would have started it again"

@@ -97,6 +97,7 @@ def train(
 
 
 def _name_of(task: Any) -> str:
+    """Returns the name under which a run writes down its task; `InputError` for what is none."""
     if isinstance(task, str):
         return task
     if isinstance(task, Task):
@@ -139,6 +140,7 @@ def execute(
     forecast = _forecast(job)  # a launcher's ranks all make it, so that all refuse together
     if place is not None:
         return _joined(job, forecast, resume)
+    # in this process a crash would end whoever is to start the run again
     supervised = world > 1 or effective.config.train.restarts > 0
     job = _placed(job.with_(launched=supervised), resume)
     with held(job.folder) as said, _kept_errors(job, "error.log"):

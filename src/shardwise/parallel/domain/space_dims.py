@@ -67,6 +67,7 @@ def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
     `global_shape` has the sizes of space in the order of the tensors' dims, which `Domain.dims` need not follow.
     Raises `InputError` where a field that is cut has other extents there.
     """
+    # without `global_shape` a source reads whole samples
     whole = getattr(task.data, "global_shape", None)
     if whole is None:
         return positions
@@ -75,6 +76,7 @@ def as_read(positions: Positions, task: Task, batch: Any) -> Positions:
     for leaf, cuts, name in zip(leaves, positions.cuts, positions.names, strict=True):
         for dim, (axis,) in cuts:
             place = space.index(axis.name)
+            # such a rank would read other cells than it computes, without any error
             if place >= len(whole) or leaf.shape[dim] != whole[place]:
                 raise InputError(
                     f"Task.data has global_shape={tuple(whole)}, and {name} of a sample read whole is "

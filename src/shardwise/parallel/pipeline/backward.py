@@ -206,6 +206,7 @@ def _groups(later: DeferredWeightGrad) -> list[list[Node]]:
             for weight in later.weights[node]:
                 by_weight[weight].append(node)
     group_of: dict[Node, list[Node]] = {}
+    # weights that share a node fall into one group
     for nodes in by_weight.values():
         merged = list(dict.fromkeys(member for node in nodes for member in group_of.get(node, [node])))
         for member in merged:

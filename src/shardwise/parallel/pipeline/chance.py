@@ -36,6 +36,7 @@ def repeated(flow: Flow, other: Flow) -> frozenset[str]:
     first, second = (Counter(path for path, _ in forward.order) for forward in (flow, other))
     paths = frozenset(path for path in first | second if first[path] != second[path])
     rest = [[path for path, _ in forward.order if path not in paths] for forward in (flow, other)]
+    # where the rest differs too it is another way through the model, not a layer more or less
     return paths if rest[0] == rest[1] else frozenset()
 
 

@@ -244,6 +244,7 @@ def _in_the_way(flow: Flow, module: nn.Module, places: list[CutPoint], others: l
             f". It calls '{min(flow.repeats)}' as often as there are samples, or as their values say, and no stage "
             "begins among such calls: it begins at a module called outside of them, which is given all that is used"
         )
+    # a gradient that the forward takes itself must be taken within one stage
     if flow.backwards or not all(taken.plain for taken in flow.taken):
         return (
             ". It takes gradients itself by other means than torch.autograd.grad(outputs, inputs), such as "
@@ -277,6 +278,7 @@ def _named(
     paths = {path for path, _ in module.named_modules() if path}
     by_path: dict[str, CutPoint] = {}
     for place in places:
+        # a module that is called several times begins a stage at its first call
         by_path.setdefault(place.call.path, place)
     chosen = []
     for name in named:
@@ -290,12 +292,14 @@ def _named(
             why = "it does not begin a part of the forward with parameters before it and after it"
             if blocked is not None:
                 why = f"{_made_in(flow, blocked[1])} is used after it, and no module is given it or gives it"
+            # each reason replaces the one before where it applies, from general to particular
             around = next((path for path in hooked_in_backward(module) if name.startswith(f"{path}.")), "")
             why = why if not around else f"it lies in '{around}', {BACKWARD_HOOK}"
             written = (told_written(flow, module, call) for call in flow.calls() if call.path == name)
             why = next(filter(None, written), why)
             raise RefusedPlan(f"plan: no stage can begin at '{name}': {why}; places: {', '.join(by_path)}")
         chosen.append(by_path[name])
+    # by the moments at which they are entered, which also finds a place that is named twice
     if [p.call.enter for p in chosen] != sorted({p.call.enter for p in chosen}):
         raise InputError(f"plan: stages={'|'.join(named)} must name modules in the order in which they run, each once")
     return chosen
@@ -347,11 +351,13 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
 def _add_used(stage: Stage, later: Flow) -> None:
     """Adds to the stage the parameters and buffers that it uses only in a later forward."""
     start, stop = 0, later.end + 1
+    # a module that the later forward does not call (a layer dropped by chance) leaves the stage open on that side
     if stage.entry is not None and (twin := twin_of(stage.entry.call, later)) is not None:
         start = twin.enter
     if stage.exit is not None and (twin := twin_of(stage.exit.call, later)) is not None:
         stop = twin.enter
     for op in later.ops:
+        # an operation inside another one reads nothing of the module by itself
         if start <= op.time < stop and not op.inner:
             stage.parameters |= {later.parameters[n] for n in op.reads if n in later.parameters}
             stage.buffers |= {later.buffers[n] for n in op.reads if n in later.buffers}

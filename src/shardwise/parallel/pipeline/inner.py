@@ -40,6 +40,7 @@ def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
 
     For a gradient that cannot be taken in parts, the first of `numbers` (the tensors that cross) is returned.
     """
+    # a backward of the forward's own (`loss.backward()`) begins behind this place, and cannot be taken in parts
     if any(start > call.enter for start in flow.backwards):
         return numbers[0]
     for index in crossed(flow, call, numbers):
@@ -47,6 +48,7 @@ def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
         if not taken.plain:  # not `torch.autograd.grad(outputs, inputs)`: what it is taken by is not known
             return numbers[0]
         for x in taken.by:
+            # made on the other side of the place, and held by nobody here
             if flow.made[x] < call.enter and where(flow, x, call.enter, ()) is None:
                 return x
     return None
@@ -54,6 +56,7 @@ def blocked(flow: Flow, call: ModuleCall, numbers: Sequence[int]) -> int | None:
 
 def where(flow: Flow, x: int, before: int, skips: Sequence[Skip]) -> Holder | None:
     """Returns the holder of tensor `x` on a stage that ends at `before` and leaves out `skips`; None: it has none."""
+    # an argument of the outermost call is there on every stage
     if x in flow.root.arguments:
         return Holder("", 0, True, flow.root.arguments.index(x))
     for call, is_argument, leaf in flow.call_leaves.get(x, ()):
@@ -61,6 +64,7 @@ def where(flow: Flow, x: int, before: int, skips: Sequence[Skip]) -> Holder | No
         if (call.enter if is_argument else call.exit) <= before and not _hidden(call, skips):
             return Holder(call.path, call.place, is_argument, leaf)
     made = flow.own.get(x)
+    # else only a function that some module's own code calls can give it
     if made is None or flow.made[x] > before or _hidden(made.whose, skips):
         return None
     callees = tuple(sorted({call.path for call in made.whose.inside}))

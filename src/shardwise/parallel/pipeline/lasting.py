@@ -129,6 +129,7 @@ def kept_on(flow: Flow, places: Sequence[CutPoint]) -> dict[int, list[int]]:
     """
     stages: dict[int, list[int]] = {}
     sides_at = [_of_buffers(flow, place) for place in places]
+    # at a place that says nothing of a buffer both sides have it right
     for buffer in {buffer for sides in sides_at for buffer in sides}:
         right = [sides.get(buffer, BOTH) for sides in sides_at]
         # a stage lies after the cut at its beginning and before the one at its end: it has what both these sides have
@@ -202,12 +203,14 @@ def _find_buffers(flow: Flow, before: Flow, had: list[int], sides: list[int]) ->
 
 def kept_twice(flow: Flow, places: Sequence[CutPoint]) -> str:
     """Returns the names of what stages on both sides of a cut change for a later forward, as text, or ""."""
+    # `later` has forwards only where one leaves something for the next
     if flow.later:
         return _named(flow)
     for place in places:
         cut = _Cut(flow, place.call.enter)
         for op, callers in zip(flow.ops, flow.callers, strict=True):
             written = [n for n in op.makes if n in flow.buffers]
+            # code around a cut runs once for each stage, so a rank that has several would write as often in one step
             if written and cut.run_by(op, callers, runs_on=place.runs_on) == BOTH:
                 return "a buffer"
     return ""

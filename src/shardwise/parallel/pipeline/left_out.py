@@ -95,6 +95,7 @@ class LeftOutResults:
         cuts = along or [()] * len(shapes)
         recipe = []
         for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
+            # what the call gives through unchanged is taken from its arguments
             # a plain value, or an argument that the call gives on as the same tensor
             if leaf.tensor is None or leaf.tensor in argument_of:
                 argument = argument_of.get(leaf.tensor) if leaf.tensor is not None else None
@@ -102,6 +103,7 @@ class LeftOutResults:
                 continue
             assert leaf.dtype is not None
             dtype = self.compute if leaf.dtype.is_floating_point else leaf.dtype
+            # made like one of the arguments: in its dtype
             if like is not None and leaves[like].is_floating_point() and leaf.dtype.is_floating_point:
                 dtype = leaves[like].dtype
             if None in shape:
@@ -167,6 +169,7 @@ class OnNothing(TorchFunctionMode):
 def _writes_into_absent(func: Callable[..., Any], args: tuple) -> bool:
     """Returns whether a function writes into a weight that other stages hold: such a write has no effect here."""
     name = getattr(func, "__name__", "")
+    # functions that write end in one underscore, or are item and in-place operators
     plain = name.endswith("_") and not name.endswith("__")
     written = args[0] if args and (plain or name == "__setitem__" or name.startswith("__i")) else None
     while isinstance(written, Part):

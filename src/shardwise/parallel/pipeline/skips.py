@@ -15,12 +15,12 @@ LARGE = 0.01  # of the forward's cost, from which a module that a stage does wit
 class Skip:
     """A call that a stage leaves out: it stands before the stage's part, and its results do not reach it."""
 
-    path: str
-    place: int
+    path: str  # of the module that is called
+    place: int  # the how-manieth of its calls
     like: tuple[int | None, ...]  # for each leaf of the result: the argument leaf of the same shape
     call: ModuleCall
     other: ModuleCall  # the same call with another number of samples
-    samples: tuple[int, int]
+    samples: tuple[int, int]  # numbers of them with which `call` and `other` were recorded
 
 
 def skips_between(start: float, stop: float, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
@@ -35,6 +35,7 @@ def skips_between(start: float, stop: float, flow: Flow, other: Flow, samples: t
 
     def walk(call: ModuleCall) -> None:
         for inner in call.inside:
+            # calls that end before the stage begins, or begin after it, are other stages'
             if inner.enter >= stop or inner.exit < start:
                 continue
             # else the stage begins, or ends, inside it
@@ -106,10 +107,12 @@ def _alike(call: ModuleCall, later: Flow) -> bool:
     True where it makes no such call.
     """
     twin = next((other for other in later.calls() if (other.path, other.place) == (call.path, call.place)), None)
+    # a call that chance left out of the later forward says nothing against it
     if twin is None:
         return True
     of_twin = (twin.spec, twin.shapes, [leaf.value for leaf in twin.leaves], [leaf.shape for leaf in twin.leaves])
     of_call = (call.spec, call.shapes, [leaf.value for leaf in call.leaves], [leaf.shape for leaf in call.leaves])
+    # equal to the value: a call that hands on another number each time may not be left out
     return not twin.moves and _plain(twin) and of_twin == of_call
 
 
@@ -123,6 +126,7 @@ def made_up_shapes(skip: Skip, argument_shapes: Sequence[Sequence[int] | None]) 
                  if a is not None and b is not None and now is not None]  # fmt: skip
     shapes: list[list[int | None]] = []
     for like, leaf, twin in zip(skip.like, skip.call.leaves, skip.other.leaves, strict=True):
+        # a value that is no tensor has no shape, and a leaf like an argument takes that one's
         if leaf.tensor is None or like is not None:
             shapes.append(list(argument_shapes[like] or ()) if like is not None else [])
         else:

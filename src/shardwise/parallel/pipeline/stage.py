@@ -196,13 +196,17 @@ class StagedModule:
 
     def _before_hooks(self, child: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the arguments of a call before hooks on their gradients lie around them; begin the stage there."""
+        # recomputation in backward, and calls outside of a stage, are not what was looked at
         if not self._running or self._stage is None or transforming():
             return
         call = id(child), self._counts.get(id(child), 0)
         for note in self._notes[self._stage.index].get(call, ()):
+            # note[2]: of the call's arguments; results are noted when it returns
             if note[2]:
                 self._noted[note] = tree_flatten((args, kwargs))[0]
         action = self._actions[self._stage.index].get(call)
+        # only a stage's entry must come before the hooks' views; what is sent at its exit goes through the wrapped
+        # forward
         if isinstance(action, partial) and action.func == self._enter:
             with self._inside(None):
                 action(args, kwargs)
@@ -327,6 +331,7 @@ class StagedModule:
                 f"the forward takes {self._taken} gradients itself, and took {expected} when it was looked at: one "
                 "that takes different ways cannot be cut into stages"
             )
+        # the entry was never reached, or the exit was not: another way through the forward
         missed = stage.entry if not self._entered else stage.exit if not left else None
         if missed is not None:
             raise RefusedPlan(
@@ -377,8 +382,10 @@ class StagedModule:
         assert stage is not None and stage.exit is not None
         made = at_hand(args, kwargs) if at_hand is not None and not stage.runs_on else None
         leaves = [settled(self._met(holder)) for holder in edge.holders]
+        # a stage that runs on has its exit behind it and goes on with made-up results
         if not stage.runs_on:
             raise StageExit(leaves)
+        # the first exit of a stage that runs on: what is sent on is taken here
         if self._over is None:
             copied = zip(leaves, edge.holders, strict=True)  # the code that runs on writes into some of them
             self._over = [leaf.clone() if holder.written else leaf for leaf, holder in copied]

@@ -214,6 +214,7 @@ class Tape:
 
     def answer(self, words: dict[str, Any], tensors: Some) -> None:
         """Does what the stage after asks (`words` and `tensors` as `_ask` sends them), and sends it the gradients."""
+        # the first question of a gradient: this stage begins its own part of it
         if words["first"]:
             final: list | None = [] if words["final"] else None
             by = [] if words["final"] else self.have.get(words["index"], [])
@@ -221,8 +222,10 @@ class Tape:
         walk = self._walk
         assert walk is not None
         record = Round(True, _leaves(tensors, words["create"]), [])
+        # a later derivative goes back through this question and its answer too
         if words["create"]:
             self.rounds.append(record)
+        # "ask": the gradient by what came from it in one round; "collect": the sums of all that is left
         if words["kind"] == "ask":
             target = [turn for turn in self.rounds if turn.with_next][words["target"]]
             self._spread(walk, target.gave, record.got)
@@ -232,6 +235,7 @@ class Tape:
             gave: list[torch.Tensor | None] = [walk.pending.pop(id(leaf), None) for leaf in target.got]
         else:
             self._back(walk, 0)
+            # stages before this one were asked, so they hold summands too
             if walk.asked:
                 self._collect(walk)
             gave = walk.grads
@@ -253,6 +257,7 @@ class Tape:
         walk = self._walk
         if walk is None or walk.final is None:  # the stage after did not ask: none of its rounds leads to the loss
             walk = Walk(-1, False, [], len(self.rounds), [])
+        # a result without a gradient counts with one of ones, as `backward()` does
         ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         self._spread(walk, outputs, ones)
         self._back(walk, 0)

@@ -105,6 +105,7 @@ class Mail:
             (FORWARD if kind == "F" else BACKWARD, rank): deque((a, b, first + batch) for a, b, batch in messages)
             for (kind, rank), messages in schedule.brought[self.axis.index].items()
         }
+        # messages in rounds are begun together, in an order that all stages have
         if self.in_rounds:
             self._coming = {}
             self._rounds = deque(
@@ -112,6 +113,7 @@ class Mail:
                 for messages in schedule.rounds[self.axis.index]
             )
             self._due = {message for messages in self._rounds for message in messages}
+        # what is received is asked for ahead, so that sends need not wait
         for tag, rank in self._coming:
             if tag == FORWARD:  # gradients are the answers to what is sent: `send_forward` begins with them
                 self._begin(tag, rank)
@@ -169,6 +171,7 @@ class Mail:
         reached = iter(read(tensors[-1], "gradients reached") if several else [True])
         gradients = iter(tensors)
         return [
+            # specs are those of what was sent, in that order; the answers have the same
             put_together(gradient, spec.cuts, self.inner) if gradient is not None else None
             for spec in specs
             for gradient in [_next(gradients, next(reached)) if spec.needs_gradient else None]
@@ -220,12 +223,14 @@ class Mail:
 
     def _go_on_to(self, key: Key) -> None:
         """Begin all rounds up to the one with this message. What this rank sends in them is made."""
+        # rounds come in one order on all ranks: those before this message's are begun as well
         while key in self._due:
             going: list[RankMessage] = []
             made: list[tuple[Key, list[torch.Tensor]]] = []
             for message in self._rounds.popleft():
                 self._due.remove(message)
                 tag, source, goal, batch = message
+                # what this rank sends is made, and its shapes are told first
                 if self.owner[source] == self.axis.index:
                     messages, specs = self._outbox.pop(message)
                     self._tell(source, batch, specs)
@@ -286,9 +291,11 @@ class Mail:
     def _like(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
         """Returns empty tensors of a message's shapes and dtypes; receives these first where they are not known yet."""
         boundary = min(source, goal)
+        # shapes of a boundary are the same for every batch: told once, with the first
         if (boundary, key) not in self._specs:
             self._specs[boundary, key] = self._hear(boundary, batch)
         specs = [spec for spec in self._specs[boundary, key] if tag == FORWARD or spec.needs_gradient]
+        # several gradients: a byte for each says whether backward reached it
         if tag == BACKWARD and len(specs) > 1:  # a byte for each: whether backward reached it (`send_backward`)
             specs.append(TensorSpec((len(specs),), torch.uint8, False))
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
@@ -393,12 +400,14 @@ class Talk:
 
     def say(self, source: int, goal: int, words: dict[str, Any], tensors: Sequence[torch.Tensor | None] = ()) -> None:
         """Send `words` (as JSON) and tensors from stage `source` to stage `goal`; waits for nobody."""
+        # what arrived need not be held
         self._under_way = [(pending, kept) for pending, kept in self._under_way if not pending.over]
         plain = [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
         specs = [None if tensor is None else [str(tensor.dtype), list(tensor.shape)] for tensor in plain]
         text = json.dumps([words, specs]).encode()
         self._send(torch.tensor([len(text)]), source, goal)
         self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8), source, goal)
+        # tensors are sent in the order of the words, each by its shape above
         for tensor in plain:
             if tensor is not None and tensor.numel():  # of an empty one the text says all
                 self._send(torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor, source, goal)
@@ -410,7 +419,9 @@ class Talk:
         words, specs = json.loads(bytes(read(text, "words of a message")))
         tensors: list[torch.Tensor | None] = []
         for spec in specs:
+            # None stays None: a gradient that the other side does not have
             made = None if spec is None else torch.empty(spec[1], dtype=BY_NAME[spec[0]])
+            # of an empty tensor nothing was sent, and its shape says all
             if made is not None and made.numel():
                 arrived = self._receive(torch.view_as_real(made) if made.is_complex() else made, source, goal)
                 made = torch.view_as_complex(arrived) if made.is_complex() else arrived

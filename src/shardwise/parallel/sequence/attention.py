@@ -94,6 +94,7 @@ def explained(seen: Sequence[AttentionCall]) -> list[str]:
     said = []
     for (name, size, heads, (here, there)), count in counts.items():
         route, other = ("by heads", "around a ring") if heads else ("around a ring", "by heads")
+        # cp goes around a ring but for dropout, whose mask is drawn for whole rows
         why = ": it has dropout, which draws for whole rows" if heads and name == "cp" else ""
         said.append(
             f"{count} attention{'s' * (count > 1)} over {name}={size} {'go' if count > 1 else 'goes'} {route}{why}; in "
@@ -270,6 +271,7 @@ class _ReadHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
+        """Returns the gradient of the keys (or values) that were read, summed over the query heads that read each."""
         read, held_keys = ctx.read, ctx.held_keys
         payload = share_of(from_axis(gradient, read.axis), HEADS, read.owners, read.axis)
         if read.inside is not None:

@@ -50,8 +50,10 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> K
 
     causal  row i reads columns up to i
     """
+    # kernels take one width of values and keys, and at least one head
     if q.shape[-1] != v.shape[-1] or not q.shape[1]:
         return None
+    # one kernel of the CPU takes any block
     if on_host(q.device):
         return FOR_CPU
     # kernels differ in where the diagonal of a block lies that is not square
@@ -93,6 +95,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries, keys and values by FlashAttention."""
     rows, drawn = (q.shape[-2], k.shape[-2]), _seeds(q, (2,), torch.uint64)
     backward = _ATEN._scaled_dot_product_flash_attention_backward
     return backward(gradient, q, k, v, output, lse, None, None, *rows, 0.0, causal, *drawn, scale=scale)
@@ -106,6 +109,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
 def _efficient_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries, keys and values by the memory-efficient kernel."""
     filled = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf) if rounds_lse_up() else lse
     backward, drawn = _ATEN._scaled_dot_product_efficient_attention_backward, _seeds(q, (), torch.int64)
     wanted = [True, True, True, False]  # no gradient of a bias
@@ -120,6 +124,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _cudnn_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries, keys and values by cuDNN."""
     rows, drawn = (q.shape[-2], k.shape[-2]), _seeds(q, (), torch.int64)
     backward, lse = _ATEN._scaled_dot_product_cudnn_attention_backward, lse.unsqueeze(-1)
     return backward(gradient, q, k, v, output, lse, *drawn, None, None, None, *rows, 0.0, causal, scale=scale)

@@ -31,6 +31,7 @@ def install() -> None:
     masks = sys.modules.get("transformers.masking_utils")
     models = sys.modules.get("transformers.modeling_utils")
     attention = sys.modules.get("transformers.integrations.sdpa_attention")
+    # transformers is not in use, or not all of it: nothing to replace
     if masks is None or models is None or attention is None:
         return
     # each is replaced only where transformers' own stands: another library's stays, and a second call changes nothing

@@ -79,6 +79,7 @@ def _run_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor],
     output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
 ) -> tuple:  # fmt: skip
+    """Returns the gradients of queries, keys, values and mask (empty without) of the ring named `named`. Collective."""
     ring, whole = _named_ring(named, mask)
     # as `from_axis` gives them where nothing is compiled; a program may have laid them out otherwise
     gradient, q, k, v = (tensor.contiguous() for tensor in (gradient, q, k, v))
@@ -96,5 +97,6 @@ def _shapes_of_gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor],
     output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
 ) -> tuple:  # fmt: skip
+    """Returns empty tensors like the gradients that `_run_backward` gives."""
     of_mask = mask[0].new_empty(mask[0].shape) if wants_mask else q.new_empty(0)
     return *(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), of_mask

@@ -145,12 +145,15 @@ def _as_it_is(name: str, args: tuple, kwargs: dict) -> bool:
     """
     mask, *rest = args
     options = [*rest, *kwargs.values()]
+    # "to" a device or dtype that it has already makes no tensor
     if name == "to":
         same = (torch.bool, mask.device, str(mask.device))
         return all(option in same for option in options if not isinstance(option, bool))
+    # detach and contiguous leave it alone; with options they would make one
     if name != "__getitem__":
         return not options
     taken = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+    # a slice that takes less than all would have to be made
     return len(taken) <= mask.dim() and all(
         isinstance(part, slice) and part.indices(n) == (0, n, 1) for part, n in zip(taken, mask.shape, strict=False)
     )
@@ -198,6 +201,7 @@ def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def _tensors_of(function: Any) -> list[torch.Tensor]:
     """Returns the tensors that a function closes over, in the order in which `_remade` comes to them."""
+    # in the order of `_remade`, which puts others in their places
     if isinstance(function, FunctionType):
         return [t for cell in function.__closure__ or () for t in _tensors_of(cell.cell_contents)]
     if isinstance(function, tuple | list):

@@ -43,6 +43,7 @@ def candidates(
 def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> tuple[Dims, str]:
     """Returns (each leaf's dims that the task names, a phrase for the user); `InputError` for what is not there."""
     leaves, _ = tree_flatten(batch)
+    # a name that the batch lacks is a mistake; a dim that it lacks, below
     if unknown := [name for name in named if name not in names]:
         raise InputError(f"Task.sequence: a batch has no tensor {unknown[0]!r} (it has {', '.join(names)})")
     dims: list[tuple[int, ...]] = []
@@ -81,7 +82,9 @@ def of_several(batch: Any, samples: int, names: tuple[str, ...]) -> dict[str, in
 def _by_size(batch: Any, samples: int) -> dict[int, Dims]:
     """Returns size -> each leaf's dims of that size, for sizes behind the samples; those of integer tensors first."""
     leaves, _ = tree_flatten(batch)
+    # tensors whose first dim counts something else have no dims behind samples
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
+    # integers first, as tokens are: the size that they have is the sequence, and features come later
     integers = [n for t in tensors if not t.is_floating_point() for n in t.shape[1:]]
     sizes = dict.fromkeys(n for n in [*integers, *(n for t in tensors for n in t.shape[1:])] if n > 1)
     return {size: tuple(_along(leaf, samples, size) for leaf in leaves) for size in sizes}

@@ -96,6 +96,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @differentiable_once(NO_SECOND)
     def backward(ctx: Any, gradient: Any):
+        """Returns the gradients of queries, keys, values and mask; keys' and values' travel the ring once more."""
         q, k, v = ctx.kinds
         payload = q.share(gradient)
         query, key, value, mask, output, lse = ctx.saved_tensors

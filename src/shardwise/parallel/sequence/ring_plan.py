@@ -34,14 +34,14 @@ MOST_TILES = 4 * MOST_RUNS**2  # pairs of tiles that are looked at
 class Call:
     """One attention around a ring, as all its ranks know it: who reads which keys, in which order they pass."""
 
-    axis: Axis
-    queries: Owners
+    axis: Axis  # the ring
+    queries: Owners  # who owns which position of them
     keys: Owners | None  # None: whole on every rank
-    key_count: int
+    key_count: int  # positions of keys, over all ranks
     is_causal: bool
     scale: float
     shapes: tuple[tuple[int, ...], ...]  # of this rank's keys and values
-    masked: bool = False
+    masked: bool = False  # a mask is given; `kinds` has what it says, where that is known
     kinds: Mapping[tuple[Range, Range], str] | None = None  # of pairs of runs, as the mask says
     tile: int = 0  # positions of a run that are taken at a time; 0: all
 
@@ -116,6 +116,7 @@ def _at_once(call: Call, source: int, rank: int) -> Iterator[tuple[At, At, Range
     """Yields all runs of two ranks as one pair, masked index by index; nothing where no query reads a key."""
     q = call.queries.indices(rank)
     k = np.arange(call.key_count) if call.keys is None else call.keys.indices(source)
+    # the last query reads no key that lies behind it, so of a causal pair nothing may be left
     if len(q) and len(k) and not (call.is_causal and k[0] > q[-1]):
         yield q, k, (0, len(q)), (0, len(k)), "causal" if call.is_causal else "masked" if call.masked else "full"
 
@@ -128,7 +129,7 @@ def reads_any(call: Call, rank: int, source: int) -> bool:
 class _Looked:
     """Caches the kind of each block of the last mask (empty, full, masked): all layers are given the same."""
 
-    key: tuple | None = None
+    key: tuple | None = None  # of the call that was asked last
     mask: weakref.ref | None = None
     kinds: Mapping[tuple[Range, Range], str] | None = None
 
@@ -198,6 +199,7 @@ def _block(mask: torch.Tensor, q: At, k: At) -> Any:
 
 
 def _along(mask: torch.Tensor, dim: int, at: At) -> torch.Tensor:
+    """Returns the part of a mask at these indices along a dim; itself where it is broadcast there."""
     if mask.shape[dim] == 1:
         return mask
     if isinstance(at, tuple):
@@ -336,21 +338,25 @@ def refuse_other_samples(query: Layers, *others: Layers) -> None:
     inner = [layers.inner for layers in (query, *others)]
     cuts = [part if part is not None and part.dim_cut == SAMPLES else None for part in inner]
     first = next((cut for cut in cuts if cut is not None), None)
+    # samples are cut on some and not on others: a block would meet another sample's
     if first is not None and any(cut is None or not cut.beside(first) for cut in cuts):
         raise Uncut(f"ring attention of queries and keys whose samples {first.axis.name} cuts differently")
 
 
 def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
     """Returns (H,) the local key head of each local query head; None where equal runs of query heads share one."""
+    # heads are not cut, or over another axis: queries and keys lie together
     if q.inner is None or q.inner.dim_cut != HEADS:
         return None
     queries_per_key = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
     places = [_places(q.inner.owners, k.inner, queries_per_key, rank) for rank in range(q.inner.owners.ranks)]
+    # one rank's key heads would be read by another's queries
     if any(place is None for place in places):  # of any rank: all refuse alike
         raise Uncut("attention of queries and keys whose heads are cut differently")
     mine = places[q.inner.axis.index]
     assert mine is not None
     count = k.payload.shape[HEADS]
+    # equal runs: torch's own grouping of query heads finds them
     if count and len(mine) % count == 0 and np.array_equal(mine, np.arange(len(mine)) // (len(mine) // count)):
         return None
     return torch.from_numpy(mine)

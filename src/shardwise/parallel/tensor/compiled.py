@@ -234,8 +234,10 @@ class _Compiled:
 
     def _check_structure(self) -> None:
         """Raises `_NotWritten` where a module inside the block has hooks, or another forward than its class."""
+        # of the block itself hooks lie around the program, and its forward is the one that is compiled
         for name, child in self.block.named_modules():
             hooked = [hooks for hooks in _HOOKS if getattr(child, hooks)] if child is not self.block else []
+            # a program is written from the class's forward alone, and would leave both out
             if child is not self.block and ("forward" in vars(child) or hooked):
                 raise _NotWritten(f"'{name}' inside it has hooks or another forward than its class")
 
@@ -343,6 +345,7 @@ def _changed(block: nn.Module, before: dict[_Attribute, Any]) -> dict[_Attribute
 @contextmanager
 def _as_it_was(block: nn.Module) -> Iterator[None]:
     """Context: afterwards attributes, the lists, dicts and sets in them, and Python's generator are as before."""
+    # tables are copied, and contents too: the block may write into either
     drawn, kept = random.getstate(), [(table, dict(table)) for table in _tables(block)]
     contents = [(v, v.copy()) for _, copy in kept for v in copy.values() if type(v) in (list, dict, set)]
     try:

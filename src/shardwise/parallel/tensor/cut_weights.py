@@ -53,6 +53,8 @@ class TensorParallel:
         return [self._summary(), *([_ON_REAL.format(self.derived.needed_real)] if self.derived.needed_real else [])]
 
     def _summary(self) -> str:
+        """Returns a sentence for the user: how many parameters are cut, and which unevenly."""
+        # no products are shared, so ranks save memory and no time: the user expects both of tp
         if any(cut.role in IN_SHARES for cut in self.cuts.values()):
             return (
                 f"tp={self.axis.size} finds no weight whose products ranks could share: each rank keeps its share of "
@@ -74,7 +76,7 @@ class TensorParallel:
         return lambda name: self.share(name, value_of(name))
 
     def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
-        """Gathers the whole tensor from every rank's share of it."""
+        """Returns the gathering of the whole tensor from every rank's share of it."""
         cut = self.cuts.get(name)
         if cut is None or share is None:
             return share
@@ -104,6 +106,7 @@ def install(
     for child in list(module.modules()):
         for leaf, param in child._parameters.items():
             name = names.get(id(param)) if param is not None else None
+            # frozen, whole, or of another stage: it stays as it is
             if param is None or name not in tensor.cuts or name in absent:
                 continue
             if name not in shares:  # a weight that several modules share stays one parameter
@@ -113,6 +116,7 @@ def install(
 
 
 def _share(param: nn.Parameter, cut: WeightCut, axis: Axis) -> nn.Parameter:
+    """Returns the parameter of this rank's share, on the meta device, with the marks of the whole one."""
     shape = list(param.shape)
     shape[cut.dim] = cut.owners.counts[axis.index]
     share = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)

@@ -39,11 +39,11 @@ SHARE = 0.01  # of the model's elements, below which a lone table or head is not
 class WeightCut:
     """How one parameter is cut: along which dim, who owns its indices, and what it does in products (`role`)."""
 
-    name: str
+    name: str  # of the parameter
     dim: int
-    owners: Owners
+    owners: Owners  # of each index of `dim`
     role: str  # "output" | "input" | "rows" | "beside" (a bias, a per-head scale) | KEPT, ONCE (in shares; read whole)
-    family: int
+    family: int  # number of the family that it is cut with
 
 
 @dataclass
@@ -142,7 +142,7 @@ def derive(
     labels: WeightLabels, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None, *,
     dealt: frozenset[str] = frozenset(),
 ) -> Derived:  # fmt: skip
-    """Choose the families to cut over `ranks`; those with a `blocked` parameter stay whole, for its reason.
+    """Returns the cuts over `ranks`; families with a `blocked` parameter stay whole, for its reason.
 
     labels    of one forward
     elements  of each parameter, by name
@@ -196,6 +196,7 @@ def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray
 
 
 def _roles(uses: list[Use]) -> dict[tuple[str, int], set[str]]:
+    """Returns {(parameter, dim): its roles in products}: "inner" (summed over), "outer" (kept), "rows"."""
     roles: dict[tuple[str, int], set[str]] = {}
     for use in uses:
         roles.setdefault((use.name, use.inner), set()).add("rows" if use.kind == "rows" else "inner")
@@ -245,10 +246,13 @@ def starved(labels: WeightLabels, ranks: int) -> list[str]:
     roles = _roles(labels.uses)
     names: list[str] = []
     for family in families(labels):
+        # enough classes for every rank: the family can be cut
         if len(family.classes) >= ranks:
             continue
+        # dims that only give, with their classes (K and V have those of fewer heads)
         outer = [(len(labels.classes[node]), node[0]) for node in family.nodes if roles.get(node) == {"outer"}]
         inner = [len(labels.classes[node]) for node in family.nodes if "inner" in roles.get(node, set())]
+        # a family that both gives and takes; of many more weights than these it is no attention, and stays
         if outer and inner and len(family.nodes) <= 2 * len(outer) + len(inner) + 2:
             largest = max(max(n for n, _ in outer), max(inner))
             names += [name for n, name in outer if n < largest]
@@ -263,6 +267,7 @@ def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
     chosen: set[str] = set()
     for pattern in patterns:
         hits = {name for name in names if any(fnmatch.fnmatchcase(path, pattern) for path in _around(name))}
+        # a pattern that matches nothing is a mistake; the message names the nearest path
         if not hits:
             paths = sorted({path for name in names for path in _around(name)})
             raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, paths)}")
@@ -306,5 +311,6 @@ def _beside_attributes(module: nn.Module) -> Iterator[int]:
         # a recurrent layer's list of its flat weights is made anew from its attributes (`see_parts`)
         own = {"_parameters", "_modules", FLAT if isinstance(child, nn.RNNBase) else ""}
         for key, value in vars(child).items():
+            # modules in a list have attributes by which their weights are read
             if key not in own and isinstance(value, list | tuple | dict):
                 yield from (id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -69,6 +69,7 @@ class RawReads(TorchFunctionMode):
         return output
 
     def _refuse(self, name: str) -> None:
+        """Raise `RefusedPlan` for a weight that is read past its attribute."""
         raise RefusedPlan(
             f"{self.summed}: the forward computes with '{name}' past its attribute, as by parameters(), and its "
             "gradient would count once for each rank: read it as an attribute (self.weight), or leave a penalty on "

@@ -73,9 +73,11 @@ class TrialModule:
         training = {child: child.training for child in module.modules()}
         module.train()
         batch = self.batch if self.fake is None else given_to(self.fake, self.batch)
+        # the same module is tried several times, and trained afterwards
         try:
             draws = (torch.random.fork_rng(devices=[]), python_restored())
             known = nullcontext() if self.fake is None else values(self.fake, draws=True)
+            # draws of the trial are given back, so that a run draws as one without it
             with standing_in(module, make) as named, draws[0], draws[1], known as mode, known_values_read():
                 self.mode = mode
                 yield named, batch
@@ -95,6 +97,7 @@ class TrialModule:
         return self._follow(whole)
 
     def _follow(self, whole: set[str], *, gradients: bool = False) -> WeightLabels:
+        """Returns the labels of one forward; with gradients where the forward takes some itself."""
         try:
             return self._followed(whole, gradients)
         except RuntimeError as error:
@@ -103,6 +106,7 @@ class TrialModule:
         return self._follow(whole, gradients=True)  # the forward takes gradients itself
 
     def _followed(self, whole: set[str], gradients: bool) -> WeightLabels:
+        """Returns the labels of the forward's ways, with the parameters in `whole` left out."""
         with self.playing(self.make) as (named, batch):
             axes = Axes(named, whole)
             for _ in self.ways():
@@ -152,7 +156,9 @@ class TrialModule:
         with self.playing(share) as (named, batch):
             undo = see_parts(self.built.module, tensor.cuts, tensor.axis, summed=summed)
             try:
+                # a forward that takes several ways must be right on all of them
                 for _ in self.ways():
+                    # raw reads of values, and reads past attributes, are refused or noted while shares stand in
                     raw = RawReads(tensor.cuts, named, _said(summed)) if tensor.cuts or summed else nullcontext()
                     past = PastAttributes(self.built.module, self._note_past) if summed else nullcontext()
                     with raw, past:
@@ -163,6 +169,7 @@ class TrialModule:
             except InputError as error:  # ours, in words of its own: too few positions for so many ranks
                 raise RefusedPlan(str(error)) from error
             except Exception as error:
+                # on tensors without values, what fails is not the task's fault: it is tried on real ones
                 if self.fake is not None:
                     raise
                 raise RefusedPlan(_fails_cut(tensor, summed, error)) from error

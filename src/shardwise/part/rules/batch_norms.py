@@ -54,6 +54,7 @@ def _lead(func: Any, x: Any, args: tuple) -> Part:
 @rule("native_batch_norm", *_TRACED)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
+    # two names that a trace for the compiler meets: run as the operation that a run calls
     if func._opname in _TRACED:
         func, args = torch.ops.aten.native_batch_norm.default, _as_in_a_run(args, func._opname)
     x, weight, bias, mean, var, training, momentum, eps = args
@@ -63,6 +64,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     # the kernel renews them in place: in copies, which are put into the whole buffers below
     kept = [tensor.clone() if training and tensor is not None else tensor for tensor in kept]
     y, *statistics = func(x.local, *own, *kept, training, momentum, eps)
+    # in training running statistics are renewed in the whole buffers, which every rank has
     if training:
         for whole, mine in zip((mean, var), kept, strict=True):
             if whole is not None and mine is not None:

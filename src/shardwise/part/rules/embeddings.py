@@ -54,6 +54,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
+        """Returns the gradient of the table, cut as it is: each rank's own rows."""
         weight, index = ctx.saved_tensors
         owned, place = place_of(weight, index)
         owned = owned & (index != ctx.padding) if ctx.padding >= 0 else owned
@@ -89,12 +90,14 @@ FUNCTIONS[F.embedding] = rows_of
 def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns a table's gradient (V, H): cut along H as the table is, or a `Sum` where ranks read a whole table."""
     gradient, index = args[:2]
+    # the table is cut along H, and each rank has its columns of the gradient
     if is_part(gradient) and gradient.dim_cut == gradient.dim() - 1 and not is_part(index):
         return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
     # args[4] is scale_grad_by_freq, which divides by how often an index is read on all ranks
     if is_part(gradient) and gradient.dim_cut < index.dim() and not args[4]:
         mine = share_as(index, gradient, gradient.dim_cut, func)
         return Sum.of(func(gradient.local, mine, *args[2:], **kwargs), gradient.axis, gradient.origin, spread=False)
+    # the gradient is whole, so every rank needs all indices that it belongs to
     if is_part(index) and not is_part(gradient):
         return func(gradient, gather(index), *args[2:], **kwargs)
     raise Uncut(no_rule(func, parts_in(args)))

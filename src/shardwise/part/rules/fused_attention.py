@@ -35,14 +35,17 @@ class _Heads:
         self.query, self.key, self.value = names["query"], names["key"], names["value"]
         parts = parts_in([self.query, self.key, self.value])
         lead = parts[0] if parts else None
+        # samples or heads alone: positions are cut by rules of their own (ring, by heads)
         if lead is None or lead.dim_cut > 1 or (lead.dim_cut == 1 and lead is not self.query):
             raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
         self.func, self.part, self.dim = func, lead, lead.dim_cut
         # grouped queries: so many query heads in a row read one key head
         self.queries_per_key = self.query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
         for part in parts[1:]:
+            # keys and values must be dealt as the queries are, or query heads would meet the wrong ones
             if part.dim_cut != self.dim or repeated(part.owners, self.queries_per_key) != lead.owners:
                 raise Uncut(f"attention of queries and keys whose heads are cut differently ({no_rule(func, parts)})")
+        # key heads and value heads belong together
         if self.dim == 1 and isinstance(self.key, Part) != isinstance(self.value, Part):
             raise Uncut(f"attention of cut keys and whole values ({no_rule(func, parts)})")
 
@@ -60,6 +63,7 @@ class _Heads:
         if self.dim == 1 and (tensor is self.key or tensor is self.value):
             return tensor.index_select(1, self.read)
         has_dim = isinstance(tensor, torch.Tensor) and tensor.dim() >= 3
+        # a tensor without that dim (a mask of one head) is for all heads
         if has_dim and tensor.shape[self.dim] == self.part.shape[self.dim]:
             return self.part.share(tensor, self.dim).contiguous()
         return tensor
@@ -68,6 +72,7 @@ class _Heads:
         """Returns the kernel's results on this rank's heads; a rank without any runs a head of zeros, and drops it."""
         local = [self.local(argument) for argument in args]
         named = {name: self.local(argument) for name, argument in kwargs.items()}
+        # a rank with heads runs them as they are
         if self.part.local.shape[self.dim]:
             return self.func(*local, **named)
 

@@ -60,10 +60,12 @@ def index_select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, dim, places = args
     if is_part(places) and not is_part(x):  # every rank has what is read, and reads it at its own share of the places
         return places.with_local(func(x, dim, places.local), dim % x.dim())
+    # the places are this rank's own rows: nothing has to move
     if is_part(x) and (own := in_own_share([None] * (dim % x.dim()) + [places], x.dim_cut, x.owners)):
         return _read_by_own(torch.ops.aten.index.Tensor, x.local, own)
     if is_part(x) and x.dim_cut != dim % x.dim():
         return x.with_local(func(x.local, dim, places))
+    # only positions may be picked along their cut dim, by indices that every rank has
     if not is_part(x) or not x.axis.positions or is_part(places):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     return _picked(torch.ops.aten.index.Tensor, x, [None] * x.dim_cut + [places])
@@ -113,6 +115,7 @@ class _Entries(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
+        """Returns the gradient of x, cut as it is: each rank's own entries."""
         (index,), x = ctx.saved_tensors, ctx.like
         owned, place = place_of(x, index)
         local = torch.zeros_like(x.local)
@@ -135,18 +138,23 @@ FUNCTIONS[torch.gather] = FUNCTIONS[torch.Tensor.gather] = entries_of
 def index(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns `x[i, j, ...]`: on the share by plain indices of whole dims; masks, cut indices have a case each."""
     part, indices = args[0], list(args[1])
+    # a mask selects a number of elements that differs between ranks
     if is_mask(indices):
         return selected(func, args, kwargs)
+    # indices that are this rank's own rows: read where they lie
     if is_part(part) and (own := in_own_share(indices, part.dim_cut, part.owners)):
         return _read_by_own(func, part.local, own)
     used = [d for d, i in enumerate(indices) if i is not None]
+    # the cut dim itself is indexed by values: what each rank selects is its own
     if is_part(part) and part.axis.positions and part.dim_cut in used and not parts_in(indices):
         return _picked(func, part, indices)
+    # only the indices are cut
     if not is_part(part):
         return _read_by_own(func, part, indices)
     whole = not parts_in(indices) and part.dim_cut not in used
     # torch puts the index's dims in front where the indexed ones are not side by side: the cut dim would move
     contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
+    # another cut of the indices, or dims that move: no rule
     if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     added = torch.broadcast_shapes(*(indices[d].shape for d in used))
@@ -214,6 +222,7 @@ def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
     # masks select, and have a rule of their own
     parts = [item for item in indices if isinstance(item, Part)]
     by_tiles = any(not part.dtype.is_floating_point and part.dtype not in MASKS for part in parts)
+    # rows of the table that it names are its own already
     by_tiles = by_tiles and not (isinstance(input, Part) and any(part.names_own(input.owners) for part in parts))
     return getitem(_readable(input, _dims_read(indices, input.dim())) if by_tiles else input, index)
 

@@ -120,6 +120,7 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     bound = arguments_of(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]
+    # a reduction that is none, or tensors that do not meet element by element, is another rule's
     if how not in (1, 2) or len(pair) < 2 or not fit(pair) or (backward and isinstance(bound["grad_output"], Part)):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     # 1 is the mean, 2 the sum, 0 each element's own: that one is elementwise, the rest is a reduction with a rule
@@ -129,9 +130,11 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         gradient = bound["grad_output"] / (math.prod(shape) if how == 1 else 1)
         unreduced["grad_output"] = gradient.expand(shape)
     arguments = tuple(unreduced[argument.name] for argument in func._schema.arguments)
+    # not elementwise without its reduction: the loss has weights or classes
     if not is_elementwise(func, arguments, {}):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     output = func(*arguments)
+    # backward has its gradient already
     if backward or how == 2:
         return output if backward else output.sum()
     return output.mean()

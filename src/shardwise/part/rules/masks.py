@@ -112,6 +112,7 @@ def _place(indices: list) -> tuple[int, torch.Tensor]:
 
 def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any = None) -> tuple[Part, int]:
     """Returns (the part, of x, mask and values, by whose owners all are dealt, the dim of x that is cut)."""
+    # the gradient of a selection, whose own input was whole
     if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
         assert isinstance(values, Part)
         if values.dim_cut == place:
@@ -119,6 +120,7 @@ def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any
         return values, values.dim_cut if values.dim_cut < place else values.dim_cut + mask.dim() - 1
     lead: Any = x if is_part(x) else mask
     cut = lead.dim_cut if lead is x else lead.dim_cut + place
+    # a mask along another dim than what it selects from: an element's rank would differ from its value's
     if is_part(x) and is_part(mask) and mask.dim_cut + place != cut:
         raise Uncut(f"a mask that is cut along another dim than what it selects from ({no_rule(func, [x, mask])})")
     return lead, cut
@@ -169,6 +171,7 @@ def _of_mine(
 
 def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
     """Returns, in a rehearsal, the whole mask where its values are known (plain, or of the batch); else None."""
+    # outside a rehearsal values are read, not known; sums and parts of parts are not whole on this axis
     if lead.axis.rehearsal is None or isinstance(mask, Sum) or (is_part(mask) and isinstance(mask.local, Distributed)):
         return None
     whole = mask.whole_values if isinstance(mask, Distributed) else mask
@@ -209,6 +212,7 @@ def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
     if len(masks) != 1 or len(others) != len(indices) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
         return index
     mask, front = indices[masks[0]], indices[: masks[0]]
+    # how many dims stand before the mask, an ellipsis included
     place = len(front) if ... not in front else x.dim() - mask.dim() - (len(indices) - masks[0] - 1)
     return (*front, _cut_like(mask, x, place), *indices[masks[0] + 1 :])
 

@@ -45,10 +45,12 @@ def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns (dx cut like x, gradients of weight and bias as sums over ranks) of a layer or RMS norm."""
     part = args[1] if is_part(args[1]) else parts_in(args)[0]
+    # statistics over a cut dim have no rule here
     if part.dim_cut >= part.dim() - len(args[2]):
         raise Uncut(no_rule(func, parts_in(args)))
 
     def local(each: Any) -> Any:
+        # weights are whole, and what they are like is this rank's share
         if is_part(each):
             return share_as(each, part, part.dim_cut, func).contiguous()
         statistics = isinstance(each, torch.Tensor) and each.dim() == part.dim()
@@ -57,6 +59,7 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
     args = tuple(map(local, args))
     dx, *others = func(*args, **kwargs)
+    # gradients of weights are summands: every rank computed its own samples'
     sums = (None if o is None else Sum.of(o, part.axis, part.origin, spread=False) for o in others)
     return (None if dx is None else part.with_local(dx), *sums)
 
@@ -102,16 +105,19 @@ def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
 def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns a group norm's (dx, dweight, dbias), cut along channels; of x cut by rows, the last two are sums."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
+    # rows of a batch are cut: every rank has whole groups of its own samples
     if _of_rows(x, w):
         dy, mean, rstd = (share_as(tensor, x, x.dim_cut, func).contiguous() for tensor in (dy, mean, rstd))
         rows = x.owners.counts[x.axis.index]
         dx, *others = func(dy, x.local.contiguous(), mean, rstd, w, rows, channels, area, count, mask)
         sums = (None if o is None else Sum.of(o, x.axis, x.origin, spread=False) for o in others)
         return (None if dx is None else x.with_local(dx), *sums)
+    # channels are cut, and groups with them
     x = as_weights(x, w)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
     dy = share_as(dy, x, x.dim_cut, func)
+    # a whole weight is cut to this rank's channels
     wl = None if w is None else w.local if is_part(w) else x.share(w, 0)
     statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
     sizes = n, x.owners.counts[rank], area, groups.counts[rank]
@@ -156,6 +162,7 @@ class _Standardised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
+        """Returns the gradients of x, weight and bias: dx by two sums over ranks, the others this rank's summands."""
         (x, weight, bias, mean, rstd), (dims, axes, count, _) = ctx.saved_tensors, ctx.over
         if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return (*_differentiable(gradient, x, weight, bias, *ctx.over), None, None, None, None)
@@ -181,6 +188,7 @@ def _differentiable(
     axes: tuple[Axis, ...], count: int, eps: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Returns the gradients of x, weight and bias by differentiable operations: statistics are computed again."""
+    # derivatives of statistics over ranks are not known where channels are cut too
     if any(isinstance(tensor, Distributed) for tensor in (gradient, x, weight, bias)):
         raise Uncut("a second derivative through the norm of tiles whose channels tp cuts: use domain alone")
 
@@ -278,11 +286,14 @@ def layer_norm_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: 
     last = list(range(x.dim() - len(shape), x.dim()))
     for weight in tensors_in(args[2:]):
         of_weight = axes.labels(weight)
+        # a weight of the norm belongs to every index that it runs over
         if of_weight is not None:  # replicated wherever the norm's input is cut along other dims
             axes.keep_whole(of_weight, "a norm's statistics run over it")
     if labels is not None:
+        # the norm runs over labelled dims: their indices lie on one rank from here on
         if any(labels.shape[d] > 1 for d in last):
             over = axes.unite_along(labels, [d for d in last if labels.shape[d] > 1])
+            # nothing is left apart: the input stays whole
             if all(n == 1 for d, n in enumerate(over.shape)):
                 axes.keep_whole(over, "a norm's statistics run over it")
             labels = over

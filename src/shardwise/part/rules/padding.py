@@ -67,18 +67,22 @@ def _locally(
 def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
     """Returns the index, of n, that each padded index shows; one outside where it shows the constant."""
     places = np.arange(-before, n + after)
+    # negative padding cuts off: torch refuses less than nothing, and so must this
     if n + before + after < 0:
         raise RuntimeError(f"padding {n} indices by ({before}, {after}) leaves less than nothing")
     most = {"circular": n, "reflect": n - 1}.get(mode)
+    # torch's own limit: a mirrored index would fall outside the field again
     if most is not None and max(before, after) > most:
         raise RuntimeError(f"{mode} padding by ({before}, {after}) of a dim of {n}: at most {most} on either side")
     if mode == "circular":
         places = places % n
     elif mode == "reflect":
+        # first the front, then the back, each mirrored at the edge without repeating it
         places = np.where(places < 0, -places, places)
         places = np.where(places >= n, 2 * (n - 1) - places, places)
     elif mode == "replicate":
         places = np.clip(places, 0, n - 1)
+    # for "constant" indices outside stay as they are: they show the fill value
     elif mode != "constant":
         raise Uncut(f"F.pad(mode={mode!r}) is not known on tiles: constant, circular, reflect or replicate")
     return tuple(int(place) for place in places)

@@ -25,9 +25,11 @@ from shardwise.part.tiles.windows import answers, cuts, windowed
 def _outputs(n: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
     """Returns how many windows fit along a dim of `n`; one that would begin in the padding behind it is dropped."""
     reach = dilation * (kernel - 1) + 1
+    # torch's own check, which it makes on whole tensors: a rank's tile would not tell
     if padding > kernel // 2 or padding < 0:
         raise RuntimeError(f"pad should be at most half of the kernel size, got {padding} and {kernel}")
     size = (n + 2 * padding - reach + (stride - 1 if ceil else 0)) // stride + 1
+    # torch drops a window that starts beyond the data and its front padding
     if ceil and (size - 1) * stride >= n + padding:
         size -= 1
     if size < 1:
@@ -132,6 +134,7 @@ def _adaptive_avg(plain: Callable, dims: int) -> None:
 
     def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
         """Returns means over windows that divide each spatial dim, of which any may be cut."""
+        # nothing of these dims is cut
         if not cuts(input, range(-dims, 0)):
             return plain(input, output_size)
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
@@ -139,6 +142,7 @@ def _adaptive_avg(plain: Callable, dims: int) -> None:
         alone = [d - dims for d, m in enumerate(sizes) if m == 1]
         if alone:  # a single window takes in every tile: numbers are moved, not the field
             input = input.mean(alone, keepdim=True)
+        # the rest, if any, needs windows of the whole field
         return input if sizes == list(input.shape[-dims:]) else whole(input, sizes)
 
     whole = of_all(plain)

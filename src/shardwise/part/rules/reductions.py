@@ -29,6 +29,7 @@ def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    """Returns the mean over the cut dim and others: sums over ranks, divided by the whole count."""
     # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
     count = 1
     for d in dims:
@@ -37,6 +38,8 @@ def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
 
 
 def _extreme(op: str):
+    """Returns the reduction that gives the largest or smallest over all ranks, with its place where asked for."""
+
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
         if len(func._schema.returns) > 1:
             return _extreme_and_place(op, part, keepdim)
@@ -71,6 +74,7 @@ def of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) ->
 
 
 def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
+    """Returns the number that every other one beats: what a rank without elements puts in."""
     if dtype is torch.bool:
         return op == "min"
     if dtype.is_floating_point:
@@ -97,12 +101,14 @@ def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) 
     """Returns variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
     name = func._schema.name.partition("::")[2]
     unbiased = bound.get("unbiased")
+    # torch has two words for how many are subtracted: one may be None
     correction = bound.get("correction") if unbiased is None else float(unbiased)
     count = math.prod(part.shape[d] for d in dims)
     along = sorted(dims)
     mean = reduced(part.local.sum(along, True), part) / count
     # about the mean of all ranks: the mean of squares minus the square of the mean would cancel
     spread = reduced((part.local - mean).square().sum(along, True), part)
+    # never less than 0, as torch counts
     spread = spread / max(count - (1 if correction is None else correction), 0)
     spread = spread.sqrt() if name.startswith("std") else spread
     results = [tensor if keepdim else tensor.squeeze(along) for tensor in (spread, mean)]
@@ -139,6 +145,7 @@ def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 
 def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     """Returns (sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
+    # `norm` and `linalg_vector_norm` name the order differently
     asked = bound.get("ord", bound.get("p"))
     order, along = 2.0 if asked is None else float(asked), sorted(dims)
     dtype = bound.get("dtype") or (part.abs().dtype if part.is_complex() else part.dtype)
@@ -146,6 +153,7 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
         op = "max" if order > 0 else "min"
         sizes = part.with_local(part.local.abs().to(dtype))
         return reduced(_local_extreme(op, sizes, dims, keepdim), part, op)
+    # how many are not 0 is a count, whatever the dtype
     if order == 0:
         return _count(part, part.local != 0, dims, keepdim).to(dtype)
     # cheaper than powers; the square of a complex number is not that of its absolute value
@@ -212,10 +220,12 @@ def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: A
 def _of_weight(axes: Axes, x: torch.Tensor, dims: set[int], output: Any) -> bool:
     """Labels a weight's statistic (the norm of its rows, say) by its remaining dims; returns False for no weight's."""
     param = param_of(x)
+    # a vector's norm is one number: there is nothing to label
     if param is None or sum(n > 1 for n in x.shape) < 2:
         return False
     name, of_dims = param
     for result in tensors_in(output):
+        # kept dims of size 1 have no index of the weight any more
         if result.dim() == x.dim():
             result._axes_of = name, tuple(None if d in dims else entry for d, entry in enumerate(of_dims))
         else:

@@ -59,6 +59,7 @@ def _sizes(
 
     by_factor  kernels read by a factor that is given, which is not the sizes' ratio where these are rounded
     """
+    # torch says the same of both at once
     if (size is None) == (scale_factor is None):
         raise ValueError("either size or scale_factor should be defined, and not both")
     dims = len(space)
@@ -66,6 +67,7 @@ def _sizes(
         return each(size, dims), [None] * dims
     factors = [float(f) for f in (scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * dims)]
     sizes = [math.floor(n * f) for n, f in zip(space, factors, strict=True)]
+    # kernels that take a factor read by it, which the rounded sizes do not give
     return sizes, [f if by_factor else None for f in factors]
 
 

@@ -107,11 +107,13 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def _put_in_own(func: Any, x: torch.Tensor, indices: list, values: torch.Tensor, rest: list) -> Part | None:
     """Returns x after `x[i, j, ...] = values`, or `+=`, each rank at its own rows; None where it names others' too."""
     named = [(d, i) for d, i in enumerate(indices) if is_part(i) and i.own is not None and i.own[0].size == x.shape[d]]
+    # written in place into what no rank has cut, the result could not be a part
     if not named or (func._schema.is_mutable and not is_part(x)):
         return None
     (cut, lead), *_ = named
     owners = lead.own[0]
     own = in_own_share(indices, cut, owners)
+    # other rows than this rank's own, or a cut otherwise: no rule
     if own is None or (is_part(x) and (x.dim_cut, x.owners) != (cut, owners)):
         return None
     local = x.local if is_part(x) else owners.take(x, cut, lead.axis.index)
@@ -119,6 +121,7 @@ def _put_in_own(func: Any, x: torch.Tensor, indices: list, values: torch.Tensor,
     shares = [None if i is None else share_of_index(func, i, lead, place) for i in own]
     behind = _dims_behind([d for d, i in enumerate(indices) if i is not None], x.dim())
     at = values.dim() - behind + place
+    # values belong to this rank's rows
     if is_part(values):
         values = share_as(values, lead, at, func)
     elif at >= 0 and values.shape[at] != 1:

@@ -47,6 +47,7 @@ def _before(part: Part) -> OrderedDict[tuple, Owners]:
 
 
 def _remember(part: Part, key: tuple) -> None:
+    """Keep how a slice's dim was dealt before it; the oldest is forgotten beyond `_SLICES`."""
     before = _before(part)
     before[key] = part.owners
     before.move_to_end(key)
@@ -93,10 +94,12 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     part, sizes, dim, start, end, step = args
     dim %= len(sizes)
     local_sizes = list(sizes)
+    # the cut dim is not sliced: its shares stay as they are
     if dim != part.dim_cut:
         local_sizes[part.dim_cut] = part.local.shape[part.dim_cut]
         return part.with_local(func(part.local, local_sizes, dim, start, end, step))
     start, end, step = slice(start, end, step).indices(sizes[dim])
+    # as it lay before the slice, if that was over this axis in this run
     owners = _before(part).get((part.owners, sizes[dim], start, end, step))
     if owners is None and part.axis.positions:  # dealt anew since, beside something else
         owners = unsliced(part.owners, sizes[dim], start, step)
@@ -105,6 +108,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     rank = part.axis.index
     local_sizes[dim] = owners.counts[rank]
     _same_way(part.local, dim, owners, part.axis.size, start, end, step)
+    # places that are evenly apart are a slice of this rank's own
     places = owners.local_slice(rank, start, end, step)
     if apart := _evenly_apart(places):
         first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)

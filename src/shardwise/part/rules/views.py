@@ -129,6 +129,7 @@ def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | Non
     if whole.outer or isinstance(part.local, Distributed) or any(whole.before[d] > 1 for d in run if d < part.dim_cut):
         return None
     dim = next((d for d in to if whole.after[d] > 1), None)
+    # an empty dim has no rows to move
     if dim is None or not part.numel():
         return None
     old = math.prod(whole.before[d] for d in run if d > part.dim_cut)
@@ -202,13 +203,16 @@ def _indices_of(
 
 def _taken(part: torch.Tensor, index: list[int | slice], dims: list[int | None]) -> torch.Tensor:
     """Returns the part at slices and indices, its dims in the order `dims` (of the part; None: a new one of size 1)."""
+    # from the last dim on, so that a dim that a select drops does not move those in front
     for d, each in reversed(list(enumerate(index))):
         if isinstance(each, int):
             part = torch.ops.aten.select.int(part, d, each)
+        # a slice of everything is skipped: it would be one operation more in every rehearsal
         elif each != slice(0, part.shape[d], 1):
             part = torch.ops.aten.slice.Tensor(part, d, each.start, each.stop, each.step)
     kept = [d for d, each in enumerate(index) if isinstance(each, slice)]
     turned = [kept.index(d) for d in dims if d is not None]
+    # strides may swap dims: the view's order decides
     part = part if turned == sorted(turned) else torch.ops.aten.permute.default(part, turned)
     for o in [o for o, d in enumerate(dims) if d is None]:
         part = torch.ops.aten.unsqueeze.default(part, o)

@@ -58,14 +58,17 @@ def _write(written: Written, index: Any, value: Any) -> None:
     now = now_of(written)
     cut_dims = cuts(now, range(now.dim()))
     where = _whole_slices(index, tuple(now.shape))
+    # by slices, of a cut field: this rank's own part of the region
     if where is not None and cut_dims:
         region = now.detach()[where[0]]
         beside = _beside(value, where[1], region)
+        # the value has another cut than the region: it is brought to the region's, or gathered below
         if beside is not None:
             tile = opened(now, cut_dims).clone()  # what was read of the old one keeps its values
             tile[_local(where[0], cut_dims)] = opened(beside, cuts(beside, range(beside.dim())))
             stand_for(written, placed(tile, cut_dims))
             return
+    # else everything is gathered, and the write is made whole
     for cut in cut_dims:
         noted("a field that tiles were written into", now, cut)
         now = whole_over_axis(now, cut.axis)
@@ -126,6 +129,7 @@ def _become(target: torch.Tensor, cut_dims: list[CutDim]) -> None:
 
 def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor | None:
     """Returns the value with the shape and the cuts of the region it is written to; None where that cannot be."""
+    # a number fits everywhere
     if isinstance(value, torch.Tensor):
         for _ in range(region.dim() - len(single) - value.dim()):
             value = value.unsqueeze(0)
@@ -134,6 +138,7 @@ def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor
         if value.dim() > region.dim():
             return None
     along = range(region.dim())
+    # the value is broadcast to the region, and cut as it is, by an operation of parts
     if not isinstance(value, torch.Tensor) or value.shape != region.shape or cuts(value, along) != cuts(region, along):
         value = torch.zeros_like(region) + value  # an operation of parts, by which the value is broadcast, and cut
     return value if cuts(value, along) == cuts(region, along) and value.shape == region.shape else None

@@ -143,6 +143,7 @@ def _computable(owners: Owners, along: Sliding, have: Ranges) -> Ranges | None:
         # beyond an edge of the field the rank knows what is read, zeros; beyond its window it knows nothing
         first = 0 if low <= 0 else -(-(low + along.before) // along.stride)
         last = after.size if high >= owners.size else (high + along.before - along.extent) // along.stride + 1
+        # a rank that lacks an input of one of its own outputs cannot go on alone
         if not count or first > start or last < start + count:
             return None
         ranges.append((first, last))
@@ -226,6 +227,7 @@ def _may_be_alone(func: Callable) -> bool:
     if isinstance(func, FunctionType) or (name.endswith("_") and not name.endswith("__")):
         return False
     name = name.strip("_")
+    # a name that ATen does not have may do anything
     packet = getattr(torch.ops.aten, _DUNDER.get(name, name), None) if name else None
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)

@@ -48,6 +48,7 @@ def of_all(plain: Callable) -> Callable:
     @wraps(plain)
     def answer(*args: Any, **kwargs: Any) -> Any:
         """Returns `plain` of tensors of which any dim may be cut. Collective."""
+        # nothing is cut: no gathering, and nothing to cut again
         parts = tensors_in((args, kwargs), Part)
         args, kwargs = replaced(Part, partial(_whole, plain.__name__), (args, kwargs))
         result = plain(*args, **kwargs)
@@ -55,6 +56,7 @@ def of_all(plain: Callable) -> Callable:
 
         def again(whole: torch.Tensor) -> torch.Tensor:
             whole = whole_gradient(whole, now[0].axis)  # in backward too the operation is done of whole tensors
+            # a result of other dims, or of fewer cells than ranks, stays whole
             n, sizes = parts[0].dim(), zip(whole.shape, parts[0].shape, strict=False)
             room = [size == before or size >= math.prod(cut.axis.size for cut in now) for size, before in sizes]
             fits = whole.dim() == n and all(room[cut.dim] for cut in now)

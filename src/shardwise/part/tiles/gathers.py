@@ -21,9 +21,9 @@ from shardwise.part.tiles.saved_halos import CutDim
 class Gather:
     """One tensor that every tile gathers over one axis. `elements`: received by a rank for each sample."""
 
-    what: str
+    what: str  # operation and tensor, in words
     axis: str
-    ranks: int
+    ranks: int  # of the axis
     elements: int
 
 

@@ -84,7 +84,7 @@ def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
 class Convolution:
     """The arguments of a convolution of tiles; `padding` is for dims that are not cut."""
 
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # for each dim of space
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
@@ -96,8 +96,8 @@ class _Call:
 
     how: Convolution
     cut: CutDim
-    wanted: Wanted
-    here: Sides
+    wanted: Wanted  # rows of each rank's tile that others read
+    here: Sides  # what this rank reads along the dim
     place: int
     kernel: int  # rows from the first to the last that an output reads
 
@@ -147,12 +147,12 @@ class _Call:
 class _Border:
     """Outputs that read a halo, and the rows of halo and tile that they read: places and how many."""
 
-    output: int
-    outputs: int
-    halo: int
-    of_halo: int
-    tile: int
-    of_tile: int
+    output: int  # place of the first of them
+    outputs: int  # how many
+    halo: int  # place of the first row of the halo that they read
+    of_halo: int  # rows of it
+    tile: int  # place of the first row of this rank's own
+    of_tile: int  # rows of it
 
 
 def _padded(tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
@@ -191,6 +191,7 @@ class _Overlapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
+        """Returns the gradients of the tile, weight and bias; the halo's goes to the neighbours meanwhile."""
         if torch.is_grad_enabled():
             return _of_window(ctx, gradient)
         call, dim, (local, weight, *strips) = ctx.call, ctx.call.dim, ctx.saved_tensors

@@ -42,6 +42,7 @@ class _Apart:
     version: int
 
     def together(self) -> torch.Tensor:
+        """Returns the tile with its halos, as it was read in forward."""
         if self.tile._version != self.version:  # autograd would say so of a tensor that it keeps itself
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

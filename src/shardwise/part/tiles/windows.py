@@ -41,11 +41,14 @@ def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
     Collective where a sum has not been reduced yet.
     """
     cut_dims, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
+    # from the outermost axis inwards: a part's local tensor may be cut again
     while isinstance(tensor, Distributed):
+        # a summand has no cut of its own: it is added up first
         if isinstance(tensor, Sum):
             tensor = tensor.settled()
             continue
         assert isinstance(tensor, Part)
+        # a cut over tp, or along channels, is no tile
         if tensor.axis.positions and tensor.dim_cut in along:
             cut_dims.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
         tensor = tensor.local
@@ -118,6 +121,7 @@ def _taken(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis] = ()) -> 
 
 
 def _share(gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
+    """Returns this rank's share of a gradient along a cut, gathered over axes that cut it alone. Collective."""
     for axis in _outer_along(gradient, cut):
         # that axis cuts the gradient alone: gathered, since `cut` counts the indices of the whole dim
         if axis not in beside:

@@ -159,7 +159,7 @@ def cause_of(sides: Difference) -> Cause | None:
 
 def cause_of_change(sides: Difference, before: str) -> Cause:
     """Returns why one process of a changed script trains otherwise than the script as it was (`before`, its path)."""
-    if not sides.control.equal:
+    if not sides.control.equal:  # then any difference may be its own noise
         return _cause("not_deterministic", _first_of(sides.control))
     step, (now,) = first_step(sides), sides.ranks
     kept = [each.gradients for each in now.steps[:step] if each.model == sides.single.steps[step].model]
@@ -168,7 +168,7 @@ def cause_of_change(sides: Difference, before: str) -> Cause:
         shares, rest = _fit(
             [_vector(asked, asked), _vector(kept[-1], asked)], _vector(now.steps[step].gradients, asked)
         )
-        if rest < NEAR and all(abs(share - 1) < NEAR for share in shares):
+        if rest < NEAR and all(abs(share - 1) < NEAR for share in shares):  # the last step's gradients were not zeroed
             return _cause("gradients_kept", step)
     return replace(_cause("changed", before, _first_of(sides.parity), _done(sides)), foreign=sides.foreign)
 
@@ -177,22 +177,22 @@ def _done(sides: Difference) -> str:
     """Returns a sentence on what the changed script does otherwise, as far as arithmetic tells; never ""."""
     parity, step = sides.parity, first_step(sides)
     was, now = sides.single.steps[step], sides.ranks[0].steps[step]
-    if any(at < 0 for at in parity.exceeded.values()):
+    if any(at < 0 for at in parity.exceeded.values()):  # -1: before the first step
         return "Its weights at the start are others: more is drawn before they are, or by another seed"
     settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
-    if settings and int(settings.split()[1].rstrip(":")) <= step:
+    if settings and int(settings.split()[1].rstrip(":")) <= step:  # its text begins "step 3:"
         return f"Another setting of the optimizer, {settings}"
     if abs(was.content - now.content) > NEAR * abs(was.content):
         return f"Its models are called with other numbers in step {step}: samples, their order, or how they are made"
     names = [name for (kind, name), at in parity.exceeded.items() if kind == "gradient" and at == step]
     for few in (was.gradients, {name: was.gradients[name] for name in names if name in was.gradients}):
-        factor = _factor(_vector(now.gradients, few), _vector(few, few)) if few else None
+        factor = _factor(_vector(now.gradients, few), _vector(few, few)) if few else None  # None: no one factor fits
         if factor is not None and abs(factor - 1) > NEAR:
             which = "Every gradient" if few is was.gradients else f"The gradient of {', '.join(names[:3])}"
             return (
                 f"{which} is {factor:.6g} times as large there: a loss, or gradients, are scaled or divided otherwise"
             )
-    if names:
+    if names:  # gradients differ by no factor
         return "The loss, or the model, is another one there"
     return "Gradients are equal: the optimizer is another, or weights, buffers or losses are changed beside it"
 
@@ -334,7 +334,7 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
     before = [each for each in single.steps[:step] if each.model == single.steps[step].model]
     samples = sum(single.steps[step].samples)
     ranks = max(1, sides.plan.data_ranks)
-    if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):
+    if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):  # first uneven step
         return _cause("uneven_only", step, samples)
     if before and step not in single.drew:  # equal in earlier steps, and nothing is drawn: something is kept
         return _cause("kept", step)
@@ -395,7 +395,7 @@ def _vector(tensors: Tensors, like: Tensors) -> torch.Tensor:
     rows = []
     for name, other in like.items():
         mine = tensors.get(name)
-        if other is None and mine is None:
+        if other is None and mine is None:  # an unused parameter on both sides
             continue
         shown = mine if mine is not None else torch.zeros_like(other)
         flat = torch.view_as_real(shown).flatten() if shown.is_complex() else shown.flatten().double()

@@ -51,6 +51,7 @@ def first_difference(parity: Parity) -> FirstDifference:
 def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
     """Returns rank 0's record, with losses averaged over ranks that have their own (`foreign`)."""
     first = ranks[0]
+    # a plan's ranks have the whole loss already; each rank of a foreign script has its own
     if foreign:
         for number, step in enumerate(first.steps):
             mine = [rank.steps[number].losses for rank in ranks if number < len(rank.steps)]
@@ -63,6 +64,7 @@ def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
 
 def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, foreign: bool = False) -> Record:
     """Returns the first `steps` steps of a script as the `Record` of a proof; models that did not step keep theirs."""
+    # names of several models begin with their number, as two may have one name
     several = len(script.initial) > 1
     record = Record(states_known=script.states_known, notices=list(script.notices))
     record.trained = {_named(number, name, several) for number, names in enumerate(script.trained) for name in names}
@@ -71,13 +73,16 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
     initial = {
         name: t for n, tensors in enumerate(script.initial) for name, t in _labelled(n, tensors, several).items()
     }
+    # initial tensors hold buffers too, and a record's parameters are compared without them
     record.initial = parameters = {name: tensor for name, tensor in initial.items() if name not in buffers_too}
     states: Tensors = {}
+    # a rate may be a tensor, or no group may have one: 0.0 then, for `max`
     rates = [0.0]
     for step in script.steps[:steps]:
         record.losses.append(sum(step.losses))
         record.norms.append(math.sqrt(step.squares))
         record.gradients.append(_labelled(step.model, step.gradients, several))
+        # a model that did not step keeps the tensors of its last step
         parameters = parameters | _labelled(step.model, step.parameters, several)
         buffers = buffers | _labelled(step.model, step.buffers, several)
         states = states | _labelled(step.model, step.states, several)
@@ -97,10 +102,12 @@ def _deviations(
     """Returns a `Deviation` for each tensor whose sketch differs in a bit from rank 0's."""
     record = []
     kinds = ("gradients", "parameters", "buffers", "states")
+    # a foreign script's ranks may hold a share of the state, or buffers of their own samples: no sign of a mistake
     for kind in kinds[: 2 if foreign else 4]:
         for number, (mine, theirs) in enumerate(zip(first.steps[:steps], other.steps[:steps], strict=False)):
             for name, tensor in getattr(theirs, kind).items():
                 here = getattr(mine, kind).get(name)
+                # first by identity: both may be None, of a parameter without a gradient
                 same = here is tensor or (here is not None and tensor is not None and torch.equal(here, tensor))
                 if not same:
                     what = "optimizer" if kind == "states" else kind.removesuffix("s")
@@ -122,9 +129,11 @@ def zero_gradients(parity: Parity, one: Record, many: Record) -> None:
     """Set apart what follows from gradients that are zero but for rounding on both sides, in every step (a bias in
     front of a batch norm): an optimizer that divides by their size makes an update of the rounding."""
     names = {name for _, name in parity.exceeded}
+    # "exp_avg of head.weight" -> "head.weight": a state follows from its parameter's gradient
     bare = {name.rpartition(" of ")[2] for name in names}
     zero = {name for name in bare if _is_rounding(one, name) and _is_rounding(many, name)}
     for which in list(parity.exceeded):
+        # a loss or a buffer does not follow from a gradient that is zero
         if which[1].rpartition(" of ")[2] in zero and which[0] in ("gradient", "parameter", "optimizer"):
             parity.noisy.add(which)
             del parity.exceeded[which]
@@ -141,6 +150,7 @@ def _is_rounding(record: Record, name: str) -> bool:
     seen = False
     for gradients in record.gradients:
         gradient = gradients.get(name)
+        # without a gradient in this step: others may have one
         if gradient is None or not gradient.numel():
             continue
         seen = True
@@ -206,6 +216,7 @@ def _compare_saved(parity: Parity, one: ScriptRecord, many: ScriptRecord) -> Non
     """Compare what `state_dict()` and `save_weights` give at the end, into `parity`."""
     for number, (mine, theirs) in enumerate(zip(one.final, many.final, strict=True)):
         label = f"model {number + 1}: " if len(one.final) > 1 else ""
+        # a script that prepares nothing has no state_dict() to ask for
         if mine and theirs and mine.keys() != theirs.keys():
             odd = sorted(mine.keys() ^ theirs.keys())
             parity.differences.append(f"{label}state_dict() has other names than in one process: {', '.join(odd[:3])}")
@@ -233,6 +244,7 @@ def _compare_beside(parity: Parity, one: ScriptRecord, ranks: list[ScriptRecord]
 
 
 def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
+    """Returns a sentence on the first setting of a step's optimizer that differs."""
     for place, (mine, theirs) in enumerate(zip(single, many, strict=False)):
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):

@@ -26,10 +26,12 @@ class RankSide:
 
     def apart(self, prepared: OverRanks, loss: torch.Tensor) -> None:
         """Record the gradient of this rank's loss alone, as a backward begins, where the proof looks for a cause."""
+        # asked for in the run that looks for a cause; under tp a rank's gradient is of its shares, not of its samples
         if not self.recorder.job.apart or prepared.engine.state.tensor is not None:
             return
         named = [(name, param) for name, param in prepared.model.named_parameters() if param.requires_grad]
         with prepared._gate.open():
+            # the script's own backward still needs the graph
             found = torch.autograd.grad(loss, [param for _, param in named], retain_graph=True, allow_unused=True)
         gradients = {name: None if g is None else sketch(g) for (name, _), g in zip(named, found, strict=True)}
         self.recorder.local_gradients(self.number, gradients)
@@ -54,6 +56,7 @@ class RankSide:
             )
 
     def _states(self, prepared: OverRanks) -> Iterator[tuple[str, Any]]:
+        """Yields (name, whole optimizer state); notes where it cannot be put together. Collective."""
         record = self.recorder.record
         try:
             yield from prepared.engine.full_optimizer_state()

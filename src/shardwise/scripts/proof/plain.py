@@ -53,6 +53,7 @@ class PlainLoader:
         return self._epoch(from_workers(iter(self.whole)))  # which draws now, not when the first batch is asked for
 
     def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of an epoch, and tells its end."""
         most = samples = 0
         for batch in batches:
             samples = self._takes(batch)
@@ -113,16 +114,19 @@ class Plain:
         """Run `loss.backward()`; returns the micro-batch's loss, a float64 scalar, as `Stepping.backward` does."""
         self._recorder.may_go_on()
         refuse_call(loss, options)
+        # what was given decides how losses are divided; `Stepping.backward` tells the same words
         form = "weight" if weight is not None else "mean_over" if mean_over is not None else "sum" if summed else "mean"
         loss = loss.reshape(())
         loss.backward(retain_graph=retain_graph)
         value = loss.detach().clone().double()
         self._losses.append(value)
         for script in (self, *also):
+            # weights add up over the step's backwards, and `_divide` takes their sum
             if weight is not None:
                 script._weights.append(float(weight))
             script._calls += 1
             script._recorder.loss(script.number, float(value) / (float(weight) if weight is not None else 1.0), form)
+            # gradients of several backwards are one step's: they are divided with the last
             if script._calls % script.plan.accumulate == 0:
                 script._divide()
         return value if weight is None else _over(value, float(weight))

@@ -36,6 +36,7 @@ def files_of(script: str) -> dict[str, str]:
     @cache  # thousands of modules lie in some hundred folders
     def own(folder: str) -> str | None:
         place = os.path.join(os.path.realpath(folder), "")
+        # the environment may lie below the script's folder: its packages are no part of the proof
         return place if place.startswith(home) and not place.startswith(prefix) else None
 
     proofs = {script}
@@ -43,6 +44,7 @@ def files_of(script: str) -> dict[str, str]:
         name = getattr(module, "__file__", None)
         if isinstance(name, str) and name.endswith(".py"):
             folder, file = os.path.split(os.path.realpath(name) if os.path.islink(name) else name)
+            # modules of the script's own, wherever they were imported from
             if place := own(folder):
                 proofs.add(place + file)
     return {path.removeprefix(home): digest_of(Path(path)) for path in sorted(proofs)}
@@ -108,6 +110,7 @@ def script_under_way() -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Returns the object in a receipt; {} for a file that is none."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -90,6 +90,7 @@ class ScriptRecord:
         """Rename parameters that were recorded by their place in an optimizer to their names in a model."""
 
         def of(number: int, text: str) -> str:
+            # an optimizer beyond the names trains nothing that was prepared, and keeps its numbers
             known = names[number] if number < len(names) else {}
             return _PLACE.sub(lambda place: known.get(place[0], place[0]), text)
 
@@ -189,6 +190,7 @@ class ScriptRecorder:
         if self.job.total is not None and len(self.record.steps) >= self.job.total:
             raise Enough
         enough = self.job.limit is not None and self._counts and min(self._counts) >= self.job.limit
+        # a model that never steps would let the run go on for ever: four times as many steps in all are enough
         many = self.job.limit is not None and sum(self._counts) >= 4 * self.job.limit * max(1, len(self._counts))
         if enough or many or (self.job.epochs is not None and self._ended_epochs >= self.job.epochs):
             raise Enough
@@ -208,6 +210,7 @@ class ScriptRecorder:
     @torch.no_grad()
     def before(self, model: int, gradients: Named) -> None:
         """Record whole gradients, (name, tensor or None), as an optimizer's step begins."""
+        # a new record from here on: backwards after this step belong to the next
         step, self._coming[model] = self._coming[model], StepRecord(model)
         for name, gradient in gradients:
             self._note(model, f"the gradient of {name}", gradient)
@@ -216,6 +219,7 @@ class ScriptRecorder:
                 step.squares += float(gradient.detach().abs().double().square().sum())
         batches, self._since = self._since, StepRecord(0)
         step.samples, step.content = batches.samples, batches.content
+        # generators moved since the batch came, so something drew within this step
         if self._stood is not None and standing() != self._stood:
             self.record.drew.add(len(self.record.steps))
         self.record.steps.append(step)
@@ -228,6 +232,7 @@ class ScriptRecorder:
         for into, named in ((step.parameters, parameters), (step.buffers, buffers)):
             for name, tensor in named:
                 into[name] = None if tensor is None else sketch(tensor)
+        # states of parameters that no rank holds whole come as they are put together
         for name, state in states:
             step.states |= {key: sketch(value) for key, value in kept_state(name, state).items()}
         step.settings = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
@@ -286,10 +291,13 @@ def content_of(batch: Any, rows: slice | None = None, held: int = 0, dim: int = 
     """
     total = 0.0
     for leaf in tree_leaves(batch):
+        # sparse and nested tensors have no dense numbers to sum
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
+            # a rank's part of a whole batch: rows of the others are not its own
             if rows is not None and leaf.dim() > dim and leaf.shape[dim] == held:
                 leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
             sizes = (leaf.detach() if leaf.is_complex() else leaf.detach().double()).abs().double()  # of bools too
+            # numbers weigh by place only where the last dim cannot count samples
             if leaf.dim() > 2:
                 sizes = sizes @ torch.arange(leaf.shape[-1], device=leaf.device).double().cos().add(2.0)
             total += float(sizes.sum())

@@ -129,8 +129,10 @@ def _modules_beside(names: dict[str, Any], recorder: ScriptRecorder) -> dict[str
     own = {id(part) for model in models if isinstance(model, nn.Module) for part in model.modules()}
     tensors: dict[str, torch.Tensor | None] = {}
     for name, module in names.items():
+        # a module that holds a prepared one, or is part of one, is compared with it
         if isinstance(module, nn.Module) and not any(id(part) in own for part in module.modules()):
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                # other classes (DTensors, parts) hold a rank's share, which one process has not
                 if type(tensor) in (torch.Tensor, nn.Parameter):
                     tensors[f"{name}.{key}"] = sketch(tensor)
     return tensors
@@ -147,10 +149,12 @@ def _failure_of(error: BaseException, asked: ScriptJob, said: TextIO) -> tuple[s
     """Returns (the failure in one line, its traceback from the script's first line on; "" where one line says all)."""
     lines = traceback.format_exception(error)
     what, named = traceback.format_exception_only(error)[-1].strip(), getattr(error, "filename", None)
+    # argparse ends a script by SystemExit, and says why on stderr
     if isinstance(error, SystemExit):
         said.seek(0)
         return ": ".join([what, *said.read().strip().splitlines()[-1:]]), ""  # argparse says why on stderr
     there = Path(asked.folder, named) if asked.stands_in and isinstance(named, str) else None
+    # the file is there, but not where a proof's copy of the folder looks
     if isinstance(error, FileNotFoundError) and there is not None and there.exists():
         return f"{what}: {there.resolve()} lies beside what a proof copies: give verify --cwd {asked.folder}", ""
     return what, "".join(lines[next((at for at, line in enumerate(lines) if f'File "{asked.path}"' in line), 0) :])
@@ -202,6 +206,8 @@ class CoarsestDtype(TorchDispatchMode):
 
 
 def _widening(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `make`, whose tensors come out wide."""
+
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():  # what a file holds is read as it is
@@ -212,6 +218,7 @@ def _widening(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in the wide dtype of its own; itself where it has none."""
     wide = _WIDE.get(tensor.dtype)
     if wide is None or tensor.layout is not torch.strided:
         return tensor

@@ -72,14 +72,18 @@ class Scratch:
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
         """Audit hook: copies a linked file before Python writes, removes or moves it; refuses files outside."""
+        # hooks of Python stay for good: outside of a proof they do nothing
         if not self._active:
             return
+        # args[0] may be a file's number, which was opened before
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             path, mode, flags = args
             writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITES)
             if writes:
+                # opened for appending or changing, the copy must have the file's content
                 kept = (isinstance(mode, str) and "w" not in mode) or not isinstance(mode, str)
                 self._before_write(os.fsdecode(path), keeps=kept)
+        # these write without opening
         elif event in ("os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"):
             for path in args[:2]:  # of a rename also where it goes
                 if isinstance(path, str | bytes | os.PathLike):

@@ -136,6 +136,7 @@ class TorchHooks:
         for value in self._losses:
             self._recorder.loss(number, value, "mean")
         self._losses = []
+        # asked for only in the run that looks for a cause
         for asked in self._asked if self._recorder.job.apart else ():
             self._recorder.local_gradients(number, {name: asked.pop(id(param), None) for name, param in named})
         self._asked = [asked for asked in self._asked if asked]  # of another optimizer's parameters
@@ -148,11 +149,13 @@ class TorchHooks:
         self._inside -= 1
         if self._inside:  # of an optimizer that another one steps
             return
+        # a closure runs within the step, so its gradients are there only now
         if self._closure is not None:
             with self._readable(grads=True):
                 self._finds(optimizer, self._named(optimizer))
         buffers = self._of_roots(optimizer, "buffers")
         flat = self._units()
+        # of FSDP1's flat pieces no state of one parameter can be told
         named = [] if flat else self._named(optimizer)
         kept = ((name, optimizer.state.get(param, {})) for name, param in named)
         states = [(name, {key: _whole(value) for key, value in state.items()}) for name, state in kept]
@@ -170,6 +173,8 @@ class TorchHooks:
     def _named(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Returns (name, parameter) of the modules that the optimizer trains, then of its parameters of no module."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        # one process and ranks of a foreign script may list parameters otherwise: names of modules fit both, places
+        # do not
         names = self._names(self._roots_of(optimizer), "parameters") if self._recorder.job.foreign else {}
         of_roots = self._of_roots(optimizer, "parameters") if names else []
         there = {id(param) for _, param in of_roots}
@@ -193,9 +198,11 @@ class TorchHooks:
         Lightning module's networks are called one by one in one process, and on ranks a wrapper of it is."""
         tops = list(dict.fromkeys(map(self._top, roots))) if self._recorder.job.foreign else roots
         rows: dict[int, tuple[int, str]] = {}
+        # a tied weight has the first of its names
         for number, top in enumerate(tops):
             for name, tensor in getattr(top, f"named_{kind}")():
                 rows.setdefault(id(tensor), (number, _bare(name)))
+        # two modules may each give a name: then a module's number tells them apart
         uses = Counter(name for _, name in rows.values())
         return {key: name if uses[name] == 1 else f"{number}.{name}" for key, (number, name) in rows.items()}
 
@@ -237,9 +244,12 @@ def outermost(module: nn.Module) -> nn.Module:
     parameters, then the one with the longest names, as a wrapper adds nothing to them."""
     parents: dict[int, list[nn.Module]] = {}
     for parent in gc.get_objects():
+        # not isinstance, which asks an object for its __class__: a dead weak proxy raises there
         if issubclass(type(parent), nn.Module):
+            # a module whose __init__ has not run yet has no _modules
             for child in vars(parent).get("_modules", {}).values():
                 parents.setdefault(id(child), []).append(parent)
+    # upwards, holder by holder; `met` ends circles
     met, front = {id(module): module}, [module]
     while front:
         above = {id(up): up for child in front for up in parents.get(id(child), ()) if id(up) not in met}
@@ -250,6 +260,7 @@ def outermost(module: nn.Module) -> nn.Module:
         names = [_bare(name) for name, _ in top.named_parameters()]
         return len(names), sum(map(len, names))
 
+    # in a circle of holders none is held by nobody: `default`
     return max((top for key, top in met.items() if key not in parents), key=reach, default=module)
 
 

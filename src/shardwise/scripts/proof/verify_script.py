@@ -52,6 +52,7 @@ class _Runs:
 
     def on(self, ranks: int, job: ScriptJob) -> list[ScriptRecord]:
         """Returns the record of each rank, by rank; with `job.stands_in` all run in one scratch folder."""
+        # without a pool one is made for this call
         if self.pool is None:
             from shardwise.ranks import RankPool
 
@@ -345,8 +346,10 @@ def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
             "ranks that it sets up by itself (--nproc 2)"
         )
     chosen = Plan.parse(plan) if plan is not None else plans[0]
+    # a script's loop calls backward as often as its own plan says, whichever degrees are to be proven
     if chosen.accumulate == 1:
         chosen = chosen.with_(accumulate=plans[0].accumulate)
+    # it would compare one process with itself, and agree
     if chosen.world_size == 1:
         raise InputError(
             "verify: the plan is of one rank, which is one process: say which one (--plan dp_shard=2,zero=3)"
