@@ -185,7 +185,8 @@ def _crosses(func: Any, args: tuple, kwargs: dict) -> bool:
     if func is torch.ops.aten._to_copy.default:
         source, goal, waits = args[0].device, kwargs.get("device"), not kwargs.get("non_blocking", False)
     elif func is torch.ops.aten.copy_.default:
-        goal, source, waits = args[0].device, args[1].device, not (args[2] if len(args) > 2 else False)
+        goal, source = args[0].device, args[1].device
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     else:
         return False
     # the host waits only where both sides differ, and it was not told to go on

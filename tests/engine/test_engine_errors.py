@@ -351,6 +351,13 @@ def bad_gradient() -> Task:
     return variant(model=Poisoned, batch=poisoned_batch)
 
 
+def bad_gradient_of_a_closure() -> Task:
+    def lbfgs(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([param for group in groups for param in group["params"]], lr=0.1, max_iter=2)
+
+    return bad_gradient().with_(optimizer=lbfgs)
+
+
 def nan_batch(step: int) -> Pair:
     x, labels = tasks.feature_batch(step, 8)
     if step == 1:
@@ -395,6 +402,11 @@ def skipping(name: str, plan: str) -> list[tuple[bool, bool]]:
 @pytest.mark.parametrize("plan", DATA_PARALLEL)
 def test_skipping_leaves_the_weights_and_goes_on(plan: str, name: str, pool: RankPool) -> None:
     for seen in pool.run(skipping, 2, name, plan):
+        assert seen == [(False, False), (True, True), (False, False)]
+
+
+def test_an_optimizer_that_asks_again_skips_too(pool: RankPool) -> None:
+    for seen in pool.run(skipping, 2, "bad_gradient_of_a_closure", "dp_replicate=2"):
         assert seen == [(False, False), (True, True), (False, False)]
 
 

@@ -108,7 +108,9 @@ def frozen() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "model", [Anew, with_a_hook, partial(Halves, weights_themselves), frozen, partial(nn.LSTM, 4, 4)], ids=str
+    "model",
+    [Anew, with_a_hook, partial(Halves, weights_themselves), frozen, partial(nn.LSTM, 4, 4)],
+    ids=["anew", "with_a_hook", "weights_themselves", "frozen", "lstm"],
 )
 def test_what_is_made_again_or_is_the_weight_itself_is_not(model: Callable[[], nn.Module]) -> None:
     refuse(build(model, 0).module, Plan())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.collectives import Axis, broadcast, gather_rows
 from shardwise.device import CPU, backend_of, device_uuid, on_host
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import read
 
 SHORT = 512  # bytes of a row, enough for what a step tells
@@ -41,23 +41,29 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     return [json.loads(row[8 : 8 + size].decode()) for row, size in zip(rows, sizes, strict=True)]
 
 
+_RAISED: dict[str, type[Exception]] = {"input": InputError, "plan": RefusedPlan}
+
+
 def of_first(compute: Callable[[], Any], axis: Axis, device: torch.device) -> Any:
     """Returns on all ranks what `compute` returns on the axis's first, as JSON keeps it (tuples become lists).
 
-    For what every rank would come to alike, and one can find for all. A refusal, or wrong input, is raised on all.
+    For what every rank would come to alike, and one can find for all. What the first raises is raised on all: a refusal
+    and wrong input as they are, anything else on the others as a `RunError` that tells of it.
     """
     message: list[Any] = [None, None, None]
     failure: Exception | None = None
     if axis.index == 0:
         try:
             message[0] = compute()
-        except (InputError, RefusedPlan) as error:
+        except Exception as error:  # the others would wait for it
             failure = error
-            message[1:] = ["input" if isinstance(error, InputError) else "plan", str(error)]
+            kind = next((name for name, alike in _RAISED.items() if isinstance(error, alike)), "run")
+            told = str(error) if kind != "run" else f"rank {axis.ranks[0]}: {type(error).__name__}: {error}"
+            message[1:] = [kind, told]
     value, kind, text = json.loads(_sent(json.dumps(message).encode(), axis, device))
     if kind is None:
         return value
-    raise failure if failure is not None else {"input": InputError, "plan": RefusedPlan}[kind](text)
+    raise failure if failure is not None else {**_RAISED, "run": RunError}[kind](text)
 
 
 def _sent(data: bytes, axis: Axis, device: torch.device) -> bytes:

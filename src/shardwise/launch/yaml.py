@@ -39,5 +39,11 @@ def _entry(head: str, value: Any, indent: int) -> list[str]:
     # as a literal block, so that the text is readable
     if isinstance(value, str) and "\n" in value:
         pad = "  " * (indent + 1)
-        return [f"{head} |", *(f"{pad}{line}" if line else "" for line in value.rstrip("\n").split("\n"))]
+        # how far its lines are indented, which a first line that is indented itself would hide, and whether it ends in
+        # a line's end: one is taken for granted, none and several are said
+        text = value.rstrip("\n")
+        ends = len(value) - len(text)
+        mark = f"{head} |{2 if text[:1].isspace() else ''}{'-' if not ends else '+' if ends > 1 else ''}"
+        lines = [*text.split("\n"), *[""] * (ends - 1)]
+        return [mark, *(f"{pad}{line}" if line else "" for line in lines)]
     return [f"{head} {json.dumps(value, ensure_ascii=False)}"]

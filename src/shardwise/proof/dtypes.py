@@ -121,9 +121,11 @@ def watched(engine: Engine) -> Iterator[SeenDtypes]:
     task = forward.task
     # here and not in the task that the engine is made of: the look at a task follows what its loss writes
     forward.task = task.with_(loss=noting(task.loss, seen.read))
-    with engine.observe() as ledger, returned(engine.module, seen.given) as seen.returned:
-        yield seen
-    forward.task = task
+    try:
+        with engine.observe() as ledger, returned(engine.module, seen.given) as seen.returned:
+            yield seen
+    finally:
+        forward.task = task
     seen.carried = dict(ledger.dtypes)
     seen.returned = dict(seen.returned)
     seen.buffers = {str(place): named(tensor) for place, tensor in enumerate(engine.technique.gradient_buffers())}

@@ -191,14 +191,24 @@ def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
 
     def closure() -> float:
         state.technique.publish()  # the optimizer has moved the masters since its last call
-        result, _ = gradients(state, parts)
+        result, usable = gradients(state, parts)
         results.append(result)
+        # it has moved nothing yet; gradients of weights that it tries later are its own to judge, as line searches do
+        if not usable and len(results) == 1:
+            raise _NotUsable
         return result.loss
 
-    state.optimizer.step(closure)
+    try:
+        state.optimizer.step(closure)
+    except _NotUsable:
+        return _done(state, results[0], False)
     state.technique.publish()
     # The first evaluation is that of the weights before the step, as with other optimizers.
     return _done(state, results[0], True)
+
+
+class _NotUsable(Exception):
+    """Ends an optimizer's step whose first gradients are not finite, where such steps are skipped."""
 
 
 def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.config import Config, Effective, Given, from_table, load
 from shardwise.config.schema import TrainSection
-from shardwise.errors import InputError, RefusedPlan, RunError, Stopped
+from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, Stopped
 from shardwise.guard.diagnose import Deadlines
 from shardwise.layout import Plan, check
 from shardwise.layout.elastic import smaller
@@ -297,7 +297,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
                 placed = _placed_in_turn(job, resume)
                 placed = _with_notes(placed, stack.enter_context(held(placed.folder)))
             # sent to all ranks and raised there: otherwise they would wait for the folder
-            except InputError as problem:
+            except (ShardwiseError, OSError) as problem:
                 error = str(problem)
         notes = list(placed.effective.notes)
         from_rank_0 = gather_json([str(placed.folder), placed.resume, placed.again, notes, error], everybody(), device)[
