@@ -43,6 +43,7 @@ _CHOOSE = {_ATEN.topk, _ATEN.argmax, _ATEN.sort, _ATEN.argsort}
 _BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value
 _ROWS = 5
+_PLAIN = (bool, int, float, str)
 _COMPARED = 2**16  # elements of an expert's weight whose gradient is compared: those of others follow from its rows'
 
 
@@ -167,7 +168,7 @@ def alike_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
             continue
         members = [child for child in holder.children() if next(child.parameters(), None) is not None]
         forms = {(type(child), *((name, tuple(p.shape)) for name, p in child.named_parameters())) for child in members}
-        if len(members) > 1 and len(forms) == 1 and len(members) == len(holder):
+        if len(members) > 1 and len(forms) == 1:  # a dropout may lie beside them
             yield members
 
 
@@ -191,13 +192,18 @@ def _described(tensor: torch.Tensor) -> _Described:
 def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Stack], list[str]]:
     """Returns (mixtures whose experts, modules in a list, can be dealt, [why another one's cannot])."""
     stacks, reasons = [], []
+    tried: dict[str, Exception | None] = {}  # layers of a model are mostly alike
     for call in listed.calls():
         told, experts = f"'{call.path}' gives rows to the modules of a list", len(call.members)
         try:
             if experts % ranks:
                 raise FailedTrial(f"there are {experts}, which cannot be dealt evenly over {ranks} ranks")
             names = _names_of_members(built.module, call.members)
-            try_listed(built.module, call, partial(alike_weights, built, call.path, call.members))
+            form = _form_of(built.module, call)
+            if form not in tried:
+                tried[form] = _outcome(built, call)
+            if (failed_alike := tried[form]) is not None:
+                raise failed_alike
         except Chained:  # as most lists of a module are: no experts
             continue
         except FailedTrial as failed:
@@ -216,6 +222,27 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
             tuple((sums or {}).items()), call.members, call.keys or (),
         ))  # fmt: skip
     return stacks, reasons
+
+
+def _form_of(module: nn.Module, call: ListedCall) -> str:
+    """Returns text that is the same for mixtures of the same classes, plain attributes, shapes and arguments."""
+    child = module.get_submodule(call.path)
+    modules = [
+        (path, type(inner), {key: value for key, value in vars(inner).items() if isinstance(value, _PLAIN)})
+        for path, inner in child.named_modules()
+    ]
+    shapes = [(name, tuple(param.shape), param.requires_grad) for name, param in child.named_parameters()]
+    members = [path.removeprefix(call.path) for path in call.members]
+    return repr((modules, shapes, members, call.keys, call.args, call.kwargs))
+
+
+def _outcome(built: Built, call: ListedCall) -> Exception | None:
+    """Returns what the trial of a mixture raises, None where it may be dealt."""
+    try:
+        try_listed(built.module, call, partial(alike_weights, built, call.path, call.members))
+    except (FailedTrial, Chained) as failed:
+        return failed
+    return None
 
 
 def _names_of_members(module: nn.Module, members: Sequence[str]) -> tuple[str, ...]:
