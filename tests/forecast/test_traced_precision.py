@@ -19,18 +19,19 @@ from shardwise.precision import Precision
 PRECISIONS = ["bf16", "bf16,reduce_dtype=bf16", "fp32,reduce_dtype=bf16", "bf16-full", "fp64"]
 LAYOUTS = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "pp=2",
            "dp_shard=2,zero=3,remat=full,accumulate=2", "dp_shard=2,zero=2,accumulate=2", "tp=2,sp=true"]  # fmt: skip
-ALL = [f"{layout},precision={precision}" for precision in PRECISIONS for layout in LAYOUTS]
+ALL = [[f"{layout},precision={precision}" for layout in LAYOUTS] for precision in PRECISIONS]
 
 
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
-        pytest.param("gpt2", [ALL[0], ALL[3], "dp_shard=2,zero=2,precision=bf16-full"], id="tied-weights"),
+        pytest.param("gpt2", [ALL[0][0], ALL[0][3], "dp_shard=2,zero=2,precision=bf16-full"], id="tied-weights"),
         pytest.param("gpt2", ["dp_shard=2,zero=1,precision=bf16,reduce_dtype=bf16"], id="narrow-sums"),
         pytest.param("vit", ["pp=2,precision=bf16,accumulate=2", "dp_replicate=2,precision=fp64"], id="cast-inputs"),
         pytest.param("unet_batchnorm", ["tp=2,precision=bf16"], id="batch-norm"),
-        *(pytest.param(name, ALL, id=f"{name}-all", marks=pytest.mark.long)
-          for name in ("gpt2", "vit", "unet_batchnorm", "moe", "recurrent", "hf_llama")),
+        *(pytest.param(name, plans, id=f"{name}-{precision}-all", marks=pytest.mark.long)
+          for name in ("gpt2", "vit", "unet_batchnorm", "moe", "recurrent", "hf_llama")
+          for precision, plans in zip(PRECISIONS, ALL, strict=True)),
     ],
 )  # fmt: skip
 def test_memory_of_every_rank_in_other_dtypes(name: str, plans: list[str], pool) -> None:
