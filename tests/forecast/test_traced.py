@@ -506,11 +506,10 @@ def test_memory_of_dealt_experts_is_within_two_percent_of_all_ranks(name: str, p
         pytest.param("hf_mixtral", UNEVEN[:1], id="hf_mixtral"),
         pytest.param("sequence_tasks:routed", ["cp=2,ep=2,zero=1"], id="routed"),
         pytest.param("listed_tasks:wide", ["dp_shard=4,ep=2,zero=3"], id="listed"),
-        pytest.param("listed_tasks:wide", [*EXPERTS, *DEALT], id="listed-all", marks=pytest.mark.long),
         pytest.param("sequence_tasks:routed", OVER_POSITIONS, id="routed-all", marks=pytest.mark.long),
         *(
             pytest.param(name, plans, id=f"{name}-{plans[-1]}-all", marks=pytest.mark.long)
-            for name in ("hf_mixtral", "hf_qwen2_moe", "moe", "moe_shared")
+            for name in ("hf_mixtral", "hf_qwen2_moe", "moe", "moe_shared", "listed_tasks:wide")
             for plans in (EXPERTS, UNEVEN, *DEALT)
         ),
     ],

@@ -139,7 +139,7 @@ def test_skypilot_reads_its_task(case: str, tmp_path: Path, monkeypatch) -> None
 
 def test_the_yaml_reads_back() -> None:
     value = {"a": [1, {"b": "x: y", "c": []}, "z"], "text": "one\n  two\n\nthree", "none": None, "é": {"on": True}}
-    assert documents(to_yaml(value)) == [{**value, "text": value["text"] + "\n"}]
+    assert documents(to_yaml(value)) == [value]
 
 
 def test_nodes_ranks_and_exit_codes_stand_where_the_engine_reads_them() -> None:

@@ -121,7 +121,9 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(kind: type, loss: Calla
         for count in (2, 5, 13):
             chunks = Chunks(count)
             found = _gradients(chunks.inside(model.forward), model, x, t, loss, reduction)
-            assert max(float((a - b).abs().max()) for a, b in zip(whole, found, strict=True)) < 1e-12
+            # `each` works in float32, whose kernels round otherwise on other strides, as the processor has it
+            bar = torch.finfo(torch.float32).eps if loss is each else 1e-12
+            assert max(float((a - b).abs().max()) for a, b in zip(whole, found, strict=True)) < bar
             assert set(chunks.whole) == ({before} if before else set())
             assert len(chunks.computed) >= (1 if before else 2)
 

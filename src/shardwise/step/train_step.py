@@ -195,7 +195,7 @@ def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
         results.append(result)
         # it has moved nothing yet; gradients of weights that it tries later are its own to judge, as line searches do
         if not usable and len(results) == 1:
-            raise _NotUsable
+            raise _NotUsable("the first gradients are not finite")
         return result.loss
 
     try:

@@ -314,9 +314,9 @@ def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make)
             try:
                 two = _result(lambda *a, **k: listed.run(child, own, a, k), inputs, compared, generator)
             except RunError as error:
-                raise Chained from error
+                raise Chained("rows change once experts give results") from error
             if not _same(one, two, dtype):
-                raise Chained
+                raise Chained("two forwards do not give what one gives")
             with torch.no_grad():
                 _require_rows_apart(listed, listed.asked(child, own, *inputs), dtype, generator)
     finally:
