@@ -173,7 +173,11 @@ def _settled(target: str, plan: str | None, words: dict[str, Any]) -> tuple[Effe
 def _job(
     target: str, arguments: tuple[str, ...], effective: Effective | None, plan: Plan, words: dict[str, Any], chosen: Any
 ) -> tuple[Any, Any]:
-    """Returns (the `LaunchJob`, the cluster or None)."""
+    """Returns (the `LaunchJob`, the cluster; None where the command line names none).
+
+    words   options of the command line by name: cluster, hosts, nodes, per_node, name, folder, volume, minutes, ...
+    chosen  the engine that the job is written for
+    """
     from shardwise.cluster import Cluster
     from shardwise.costs.units import duration
     from shardwise.launch.launch_job import LaunchJob, grid, job_name, variables_of

@@ -225,7 +225,10 @@ def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def same_by_subgroups(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[bool]) -> bool:
-    """Whether the optimizer gives the same bits where each tensor has a step of its own (`tiers.only`)."""
+    """Whether the optimizer gives the same bits where each tensor has a step of its own (`tiers.only`), on a trial.
+
+    The trial runs on small random tensors. numbers: of each shape, whether it is one of complex numbers.
+    """
     generator = torch.Generator().manual_seed(0)
     small = _small(shapes, numbers)
     values = [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in small]

@@ -50,7 +50,11 @@ def replacements(met: Callable[[nn.Module, str], None]) -> Iterator[None]:
 
 
 def refuse_replaced(module: nn.Module, names: dict[int, str], leaf: str) -> None:
-    """Raise `RefusedPlan` for a replacement that was not seen before weights were dealt; `names`: paths by id."""
+    """Raises `RefusedPlan`, always: a forward has replaced a parameter, and no look saw it before weights were dealt.
+
+    names  paths of modules, by id
+    leaf   the attribute of `module` under which the parameter lay
+    """
     path = names.get(id(module), "")
     raise RefusedPlan(
         f"the forward replaces parameter '{f'{path}.' if path else ''}{leaf}' by another nn.Parameter, which no "

@@ -285,7 +285,8 @@ _AROUND = "so its weights are gathered with what lies around it, and stay whole 
 def _looked(state: RankState, masks: bool) -> tuple[dict[str, str], Findings | None]:
     """Returns ({path: why zero=3 must not hold it as a unit or cut}, findings; None where the look did not end).
 
-    That is units, which belong into what lies around them, and parameters, which are to be whole.
+    That is units, which belong into what lies around them, and parameters, which are to be whole. masks: try also
+    those that will be dealt by global index.
     """
     units = [path for path, child in state.module.named_modules() if path and isinstance(child, FSDPModule)]
     try:

@@ -409,7 +409,7 @@ class FullShard:
 
     @torch.no_grad()
     def publish(self, *, rounded: bool = False) -> None:
-        """Bring the module's weights up to the masters: shards lie on their memory, what is not cut is broadcast."""
+        """Bring weights up to the masters, `rounded` or not: shards lie on them, what is not cut is broadcast."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             bring_back(slot.master, self.piece(index, param.detach()))
         for index in self._uncut():

@@ -122,7 +122,7 @@ class Gradients:
         """Write the whole gradients, as the script has changed them, into this rank's pieces. Nothing is sent."""
         state = self._state
         if isinstance(state.technique, FullShard):
-            state.technique.take_uncut()
+            state.technique.take_uncut()  # of what is whole on every rank the script has changed the parameter's gradient
         for name, value in self._seen.items():
             index = state.names.index(name)
             # a gradient of None keeps the parameter out of the step, as in one process
@@ -132,7 +132,9 @@ class Gradients:
                 if slot.name != name:
                     continue
                 if isinstance(state.technique, FullShard) and (share is None or slot.master.grad is None):
-                    state.technique.place_gradient(index, share)  # what a later backward adds to is the parameter's own
+                    # there is no shard's gradient to copy into (there was none), or none may stay: FSDP2's parameter
+                    # has one of its own, to which a later backward adds
+                    state.technique.place_gradient(index, share)
                 else:
                     slot.master.grad = None if share is None else self._piece(slot, index, share)
 

@@ -148,7 +148,7 @@ def prepare(
     unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
     if proof is not None and proof.job.plain:
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
-    loss_scope = (proof and proof.job.scope) or loss_scope  # type: ignore[assignment]
+    loss_scope = (proof and proof.job.scope) or loss_scope  # type: ignore[assignment]  # its: a remedy that is tried
     model = as_one(model)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
@@ -161,7 +161,7 @@ def prepare(
     if device is None and on_host(prepared.mesh.device) and accelerator() is not None:
         prepared._notices.say([ON_THE_HOST])
     if proof is None and prepared.mesh.world.size > 1 and (script := script_under_way()) is not None:
-        prepared._notices.say([line_of(script, plan)])
+        prepared._notices.say([line_of(script, plan)])  # whether it was proven under this plan
     _PREPARED.add(model)
     return prepared
 

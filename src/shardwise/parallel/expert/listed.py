@@ -213,6 +213,8 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
         if used:
             reasons.append(f"{told}, but '{used[0]}' is used outside of its module, where a rank has only its own")
             continue
+        # one whose input is no tensor of rows, or where one row hangs on others, is dealt all the same, but not
+        # beside axes that cut positions, where it would be given a rank's rows alone (engine/experts: rows_alone)
         own = listed.rows_alone(call.path)
         sums = None if own is None else sums_of_rows(
             built.module.get_submodule(call.path), own, random_weights(built, call.path)

@@ -59,7 +59,8 @@ def _masks(masks: Any, made: Any) -> Any:
                 allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, device, **kwargs
             )  # fmt: skip
 
-        if not CUT_MODULES or use_vmap or q_offset or kv_offset:  # an offset: of a cache
+        # nothing is cut; a function of the user's own that only vmap evaluates; an offset: of a cache
+        if not CUT_MODULES or use_vmap or q_offset or kv_offset:
             return as_a_tensor()
         # None where transformers gives None too: kernels are told `is_causal`, or nothing
         padding = masks.prepare_padding_mask(attention_mask, kv_length, 0)
@@ -72,7 +73,7 @@ def _masks(masks: Any, made: Any) -> Any:
             function = masks.and_masks(function, masks.padding_mask_function(padding))
         try:  # padding may be a part: ranks look at blocks of the mask each for themselves, without a collective
             function = whole_function(function)
-        except ValueError:
+        except ValueError:  # it closes over something that is not followed: then a tensor is made, as on one process
             return as_a_tensor()
         shape = (batch_size, 1, q_length, kv_length)
         return PairMask(function, shape, torch.device(device), _looks_back(mask_function, q_length, kv_length))

@@ -112,9 +112,9 @@ def _sums_before(call: Call, source: int) -> int | None:
     return None if before == source else before  # from its owner a block comes first to this rank: no sum before
 
 
-def _added(sums: tuple[torch.Tensor, ...], more: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _added(own: tuple[torch.Tensor, ...], arrived: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Returns this rank's new gradients plus those that arrived, added in place: nobody else has these tensors."""
-    return tuple(mine.add_(other) for mine, other in zip(sums, more, strict=True))
+    return tuple(mine.add_(other) for mine, other in zip(own, arrived, strict=True))
 
 
 def _shapes(shapes: tuple[tuple[int, ...], ...], positions: int) -> list[list[int]]:

@@ -215,7 +215,12 @@ def _first_use(uses: list[Use], name: str) -> int:
 def _unfit(
     family: LinkedDims, roles: dict, elements: dict[str, int], total: int, ranks: int, derived: Derived
 ) -> str:  # fmt: skip
-    """Returns why the family is not cut, or "" where it is."""
+    """Returns why the family is not cut, or "" where it is.
+
+    roles     {(weight's name, dim): its places in products, such as "inner", "outer", "rows"}
+    elements  of each weight, by name; `total` of the whole module
+    derived   cuts that families before this one were given
+    """
     has_roles = set().union(*(roles.get(node, set()) for node in family.nodes)) if family.nodes else set()
     if not has_roles:
         return "it belongs to no product that is cut"

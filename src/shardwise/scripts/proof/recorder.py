@@ -87,7 +87,10 @@ class ScriptRecord:
     names: list[dict[str, str]] = field(default_factory=list)  # by optimizer: of "parameter 3", in what was prepared
 
     def rename(self, names: list[dict[str, str]]) -> None:
-        """Rename parameters that were recorded by their place in an optimizer to their names in a model."""
+        """Rename parameters that were recorded by their place in an optimizer to their names in a model.
+
+        names  for each optimizer, by number: {"parameter 3": name}; a place that is not among them is kept
+        """
 
         def of(number: int, text: str) -> str:
             # an optimizer beyond the names trains nothing that was prepared, and keeps its numbers
