@@ -160,8 +160,8 @@ class TrialModule:
                 for _ in self.ways():
                     # raw reads of values, and reads past attributes, are refused or noted while shares stand in
                     raw = RawReads(tensor.cuts, named, _said(summed)) if tensor.cuts or summed else nullcontext()
-                    # where positions are cut, gradients of whole weights are summands, which code that reads a weight past
-                    # its attribute would miss; of weights that tp cuts `raw` tells
+                    # where positions are cut, gradients of whole weights are summands, which code that reads a weight
+                    # past its attribute would miss; of weights that tp cuts `raw` tells
                     past = PastAttributes(self.built.module, self._note_past) if summed else nullcontext()
                     with raw, past:
                         loss = self.run(self.built.module, batch)
