@@ -23,10 +23,10 @@ from shardwise.engine.materialise import (
     noting_digests,
     told_of_drawn,
 )
+from shardwise.engine.module_spread import ModuleSpread, spread_module
 from shardwise.engine.moved_activations import move_activations, refuse_without_blocks
 from shardwise.engine.moved_parameters import lie_on_host, shards_elsewhere
 from shardwise.engine.refused_modules import make_gradients_dense, own_collective, refuse, refuse_scripted, works_inside
-from shardwise.engine.spread import ModuleSpread, spread_module
 from shardwise.errors import RefusedPlan, first_line
 from shardwise.layout import Plan
 from shardwise.layout.batch_pieces import BatchPieces
