@@ -13,7 +13,7 @@ KINDS_OF_LISTS = ("by_index", "by_mask", "sorted_rows", "by_choice", "slots", "b
 CASES = [
     ("by_index", "dp_shard=2,ep=2"), ("sorted_rows", "dp_shard=4,ep=2,zero=1"), ("by_name", "dp_shard=2,ep=2,zero=0"),
     ("skipping", "dp_shard=2,ep=2,zero=2,accumulate=2"), ("by_mask", "dp_shard=2,ep=2,zero=2,accumulate=4"),
-    ("frozen", "dp_shard=2,ep=2"), ("by_mask", "pp=2,dp_shard=2,ep=2,zero=1"),
+    ("frozen", "dp_shard=2,ep=2"),
     ("by_index", "tp=2,dp_shard=2,ep=2,zero=2"), ("words", "cp=2,dp_shard=2,ep=4,zero=1"),
     ("kept_losses", "dp_replicate=2,dp_shard=2,ep=2,remat=full"),
 ]  # fmt: skip
@@ -28,6 +28,7 @@ PLANS = [
 INNER = ["cp=2,ep=2", "cp=4,ep=4,zero=1", "cp_ulysses=2,dp_shard=2,ep=4", "cp=2,tp=2,ep=2", "cp=2,dp_shard=2,ep=2,pp=2"]
 LONG = [(name, plan) for name in (*KINDS_OF_LISTS, "skipping", "kept_losses", "frozen") for plan in PLANS]
 LONG += [(name, plan) for name in ("words", "words_by_mask", "words_with_slots") for plan in INNER]
+LONG += [("by_mask", "pp=2,dp_shard=2,ep=2,zero=1")]
 LONG += [("words_by_sample", plan) for plan in PLANS[:8]]
 
 
