@@ -44,7 +44,7 @@ def test_a_module_that_is_given_choices_may_hold_a_list() -> None:
     (listed_tasks.dropout, "draws"), (listed_tasks.batch_norms, "more than 1 value per channel"),
     (listed_tasks.chained, "no experts were found"), (listed_tasks.tied_by_norm, "held by several modules"),
     (listed_tasks.weights_outside, "used outside of its module"), (listed_tasks.told_their_number, "other things than"),
-    (listed_tasks.all_rows, "no experts were found"),
+    (listed_tasks.all_rows, "no experts were found"), (listed_tasks.jittered, "draws"),
 ])  # fmt: skip
 def test_what_cannot_be_dealt_is_refused_with_the_reason(make: Any, reason: str) -> None:
     with pytest.raises(RefusedPlan, match=reason):

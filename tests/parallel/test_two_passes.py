@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import listed_tasks
 import pytest
+import torch
+from torch import Tensor
 
 from shardwise import verify
+from shardwise.comm import Axis
+from shardwise.errors import RunError
 from shardwise.layout.plan import SCHEDULES
 from shardwise.layout.schedule_kinds import KINDS
+from shardwise.parallel.expert.two_passes import ListedExperts
 from shardwise.ranks import RankPool
 
 KINDS_OF_LISTS = ("by_index", "by_mask", "sorted_rows", "by_choice", "slots", "by_name")
@@ -37,6 +43,26 @@ def test_equal_to_one_process(name: str, plan: str, pool: RankPool) -> None:
     parity = verify(f"listed_tasks:{name}", plan, clip_norm=0.5, pool=pool, timeout_s=120)
     assert parity.parity, parity.text()
     assert parity.float64
+
+
+class Later(listed_tasks.ByIndex):
+    """From the third forward on, rows of a second forward are others than the first one's."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Later.calls += 1
+        return super().forward(x * (1 + 0.01 * Later.calls) if Later.calls > 2 else x)
+
+
+def test_rows_of_another_value_in_the_second_forward_end_the_step() -> None:
+    """The trial cannot meet all that a forward may do."""
+    mixture = Later()
+    listed = ListedExperts("mixture", list(mixture.experts), (0,), Axis.alone("ep"))
+    own, x = mixture.forward, torch.randn(5, listed_tasks.WIDTH)
+    assert torch.allclose(listed.run(mixture, own, (x,), {}), mixture.__class__.__mro__[1].forward(mixture, x))
+    with pytest.raises(RunError, match="gives its experts other rows when it runs again"):
+        listed.run(mixture, own, (x,), {})
 
 
 @pytest.mark.long

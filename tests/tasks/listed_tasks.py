@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
@@ -306,6 +307,21 @@ class All(ByIndex):
 
 def all_rows() -> Task:
     return of(All)
+
+
+class Jittered(ByIndex):
+    """Rows are scaled by chance in training, by one of Python's numbers; the constructor leaves it in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + 0.01 * random.random()) if self.training else x)
+
+
+def jittered() -> Task:
+    return of(Jittered)
 
 
 class Counted(ByIndex):

@@ -13,6 +13,7 @@ Names mean nothing. A chain of blocks fails the first: a block's rows are what a
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from shardwise.parallel.expert.choosing import Chosen, read_rows, sums_of_rows
 from shardwise.parallel.expert.expert_forward import Stack
 from shardwise.parallel.expert.trial_weights import alike_weights, random_weights
 from shardwise.parallel.expert.two_passes import Key, ListedExperts, RowsAsked, rows_of
+from shardwise.python_seeds import python_restored
 from shardwise.trace.deferred import Built
 from shardwise.trace.known_values import shadow
 from shardwise.trace.leaves import tensors_in
@@ -299,16 +301,19 @@ def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make)
     child = module.get_submodule(call.path)
     generator = torch.Generator().manual_seed(0)
     experts = [module.get_submodule(path) for path in call.members]
-    state = ModuleState(child)
+    state, training = ModuleState(child), {inner: inner.training for inner in child.modules()}
+    for inner in training:
+        inner.training = True  # as in a step: a constructor may leave it otherwise, and what draws does so then
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), standing_in(child, make(dtype, generator)):
+        draws = torch.random.fork_rng(devices=[]), python_restored()
+        with draws[0], draws[1], torch.enable_grad(), standing_in(child, make(dtype, generator)):
             inputs = _inputs(call, dtype, generator)
             compared = [param for param in child.parameters() if param.numel() <= _COMPARED]
             for param in child.parameters():
                 param.requires_grad_(param.numel() <= _COMPARED)
-            before = torch.get_rng_state()
+            before, by_python = torch.get_rng_state(), random.getstate()
             one = _result(child, inputs, compared, generator)
-            if not torch.equal(before, torch.get_rng_state()):
+            if not torch.equal(before, torch.get_rng_state()) or by_python != random.getstate():
                 raise FailedTrial("it draws (dropout), and rows that travel lose their place among all")
             state.restore()
             listed = ListedExperts(call.path, experts, call.keys or (), Axis.alone("ep"))
@@ -323,6 +328,8 @@ def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make)
                 _require_rows_apart(listed, listed.asked(child, own, *inputs), dtype, generator)
     finally:
         state.restore()
+        for inner, was_training in training.items():
+            inner.training = was_training
 
 
 def _inputs(call: ListedCall, dtype: torch.dtype, generator: torch.Generator) -> tuple[tuple, dict]:

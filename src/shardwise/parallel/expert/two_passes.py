@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis, gather_rows
 from shardwise.errors import RunError
-from shardwise.host import put, read
+from shardwise.host import put, read, require
 from shardwise.parallel.expert.exchange import exchanged
 from shardwise.part import whole
 from shardwise.trace.leaves import tensors_in
@@ -120,6 +120,10 @@ class ListedExperts:
         tensors = rows_of(self.keys, args, kwargs) or []
         if call is None or call.expert != expert or [t.shape for t in tensors] != [t.shape for t in call.tensors]:
             raise self._differs()
+        # their values too: results are of the first forward's rows, whatever the second one has (a draw that the trial
+        # did not meet)
+        for first, second in zip(call.tensors, tensors, strict=True):
+            require(_alike(first, whole(second)), self._differs)
         return result
 
     def _differs(self) -> RunError:
@@ -261,6 +265,15 @@ def _own_state(child: nn.Module, experts: Sequence[nn.Module]) -> list[tuple[dic
 
 def _buffers(child: nn.Module, experts: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     return [(module._buffers, key) for module in _around(child, experts) for key in module._buffers]
+
+
+@torch.no_grad()
+def _alike(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Returns whether two tensors of rows are the same but for the order of sums, as a tensor of one value."""
+    if not first.is_floating_point():
+        return (first == second).all()
+    apart = (first - second).abs() > torch.finfo(first.dtype).eps ** 0.5 * (first.abs() + 1)
+    return ~apart.any()  # what is not a number is the loss's affair
 
 
 # --- rows as numbers
