@@ -1,4 +1,4 @@
-"""Facts on each technique (what it splits, sends, needs) for docs/techniques/table.md: a row each. Costs: costs/."""
+"""Facts on each technique, for docs/techniques/table.md: a row each; those of ZeRO: zero_stages. Costs: costs/."""
 
 from __future__ import annotations
 
