@@ -85,7 +85,7 @@ def met_at(task: Task, plan: Plan, error: Exception) -> Task | None:
 def met(task: Task, plan: Plan) -> Task | None:
     """Returns the task whose module's operations take tensors of several dtypes; None where the plan has no use."""
     compute = Precision.of(plan).compute
-    if compute == torch.float32 or plan.compile or task.model is None:
+    if compute == torch.float32 or plan.compile:
         return None
     build = task.model
 

@@ -151,9 +151,10 @@ def _caught(parity: Parity) -> tuple[str, float | None]:
         return "refused before the first step", None
     if parity.parity:
         return "", None
-    if parity.second is not None and not parity.second.parity and replace(parity, second=None).parity:
-        told, error = _caught(parity.second)
-        return f"in {parity.second.precision}: {told}", error
+    further = next((proof for proof in parity.further if not proof.parity), None)
+    if further is not None and replace(parity, further=[]).parity:
+        told, error = _caught(further)
+        return f"in {further.precision}: {told}", error
     exceeded = [(parity.loss_error, "loss")] if (parity.loss_error or 0) > parity.bars["loss"] else []
     exceeded += [
         (error, kind) for kind in KINDS for name, error in parity.errors(kind).items() if error > parity.bar(kind, name)

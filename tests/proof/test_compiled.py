@@ -20,8 +20,8 @@ DECODER = "shardwise.models.tasks:decoder"
 def test_a_plan_with_compiled_blocks_is_proven_in_its_precision(plan: str, pool: RankPool) -> None:
     parity = verify(DECODER, f"{plan},compile=true", steps=1, pool=pool)
     assert parity.parity, parity.text()
-    assert parity.second is not None and parity.second.precision == "fp32"
-    assert any(note.startswith("blocks are compiled on ranks") for note in parity.second.notes)
+    assert parity.further and parity.further[0].precision == "fp32"
+    assert any(note.startswith("blocks are compiled on ranks") for note in parity.further[0].notes)
 
 
 @pytest.mark.parametrize(("plan", "where", "old", "new"), [
@@ -35,14 +35,14 @@ def test_what_compiled_blocks_alone_do_wrong_is_found_and_told(
 ) -> None:
     ranks: Any = BuggyPool(pool, Bug("", f"shardwise.{where}", old, new, "", plan))
     parity = verify(DECODER, f"{plan},compile=true", steps=1, pool=ranks)
-    assert parity.equal and parity.second is not None and not parity.second.equal, parity.text()
-    assert any("without compile the same plan is equal" in note for note in parity.second.notes)
+    assert parity.equal and parity.further and not parity.further[0].equal, parity.text()
+    assert any("without compile the same plan is equal" in note for note in parity.further[0].notes)
 
 
 def test_compiled_blocks_of_a_model_that_draws_are_left_out_with_the_reason(pool: RankPool) -> None:
     parity = verify("shardwise.models.tasks:gpt2", "dp_replicate=2,compile=true", steps=1, pool=pool)
-    assert parity.parity and parity.second is not None, parity.text()
-    assert any(note.startswith("compile=true is left out: the model draws") for note in parity.second.notes)
+    assert parity.parity and parity.further, parity.text()
+    assert any(note.startswith("compile=true is left out: the model draws") for note in parity.further[0].notes)
 
 
 @pytest.mark.long
@@ -64,5 +64,5 @@ def test_what_the_compiler_computes_otherwise_in_one_process_too_is_not_equal(po
         gradients.append(module.patch.weight.grad.clone())
     right = torch.allclose(*gradients, rtol=1e-9)
     parity = verify("norm_tasks:gated_patches", "dp_replicate=2,compile=true", steps=1, pool=pool)
-    assert parity.second is not None and parity.second.equal == right, parity.text()
-    assert right or any("without compile the same plan is equal" in note for note in parity.second.notes)
+    assert parity.further and parity.further[0].equal == right, parity.text()
+    assert right or any("without compile the same plan is equal" in note for note in parity.further[0].notes)

@@ -8,7 +8,8 @@ from mutations.plant import Bug, BuggyPool
 from torch.utils._pytree import tree_leaves
 
 from shardwise import Plan, verify
-from shardwise.proof.thorough import OddTask, _extents, _thirds
+from shardwise.proof.outcome import FLOAT64_BARS, Parity
+from shardwise.proof.thorough import OddTask, _extents, _thirds, prove_thirds
 from shardwise.ranks import RankPool
 from shardwise.step.batching import samples_in
 
@@ -41,8 +42,16 @@ def test_sequences_and_fields_are_one_shorter_where_one_process_runs_on_them() -
 
 def test_what_is_right_is_equal(pool: RankPool) -> None:
     parity = verify(MLP, "dp_replicate=2", thorough=True, pool=pool, timeout_s=100)
-    assert parity.parity and parity.second is not None and parity.second.world_size == 3, parity.text()
+    assert parity.parity and parity.further and parity.further[0].world_size == 3, parity.text()
     assert any(note.startswith("not met: ") and "a step after the third" in note for note in parity.notes)
+
+
+def test_the_proof_of_three_ranks_stands_beside_others() -> None:
+    """A compiled proof that found a difference is not put out by the third rank's, which did not."""
+    unequal = Parity("dp_replicate=2", 2, loss_error=1.0, bars=dict(FLOAT64_BARS))
+    parity = Parity("dp_replicate=2", 2, loss_error=0.0, bars=dict(FLOAT64_BARS), further=[unequal])
+    prove_thirds(parity, MLP, Plan(dp_replicate=2), lambda task, plan: Parity(str(plan), 3, 0.0, bars=parity.bars))
+    assert len(parity.further) == 2 and not parity.parity and parity.verdict.startswith("NOT EQUAL")
 
 
 def test_what_goes_wrong_on_the_third_rank_is_found(pool: RankPool) -> None:

@@ -78,7 +78,7 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
         tensors = {name.removeprefix(begin): value for name, value in tensors.items() if name.startswith(begin)}
         # a key that no name begins with would convert to an empty file
         if not tensors:
-            raise InputError(f"{path} has no tensor below '{key}'")
+            raise InputError(f"{path} has no tensor" + (f" below '{key}'" if key else ""))
         return tensors
     _refuse_compressed(path)
     try:

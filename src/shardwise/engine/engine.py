@@ -106,6 +106,26 @@ def _takes_groups(task: Task, plan: Plan, error: Exception) -> bool:
     return runs_on_more(task, Precision.of(plan), a_few(batch), first_micro_batch(batch, plan, plan.data_ranks))
 
 
+def _looked(
+    make: Callable[..., RankState], task: Task, tasks: list[Task], plan: Plan, mesh: Mesh, *, masks: bool
+) -> tuple[RankState, Findings] | None:
+    """Returns the rank's state and what the look found; None where it is to be made again, otherwise than now.
+
+    tasks  has the one that is made last; another is added where operations must meet in one dtype
+    Either change is made once, and only where torch refused: a module that runs as it is stays as it is.
+    """
+    try:
+        return make_and_look(make, masks=masks)
+    except (InputError, RefusedPlan) as error:
+        if len(tasks) == 1 and (met := met_at(task, plan, error)) is not None:
+            tasks.append(met)
+        elif IN_WHOLE not in mesh.found and _takes_groups(tasks[-1], plan, error):
+            mesh.found[IN_WHOLE] = True
+        else:
+            raise
+    return None
+
+
 def on_mesh(
     task: Task, plan: Plan, mesh: Mesh, *, seed: int, randomness: Randomness, clip_norm: float | None,
     schedule: Callable[[int], float] | None = None, on_nonfinite: str = "raise", check_loss: bool = True,
@@ -129,18 +149,10 @@ def on_mesh(
         state = make(mesh.found[LOOK].enclosed)
         findings = as_looked(state, mesh.found[LOOK])
     elif check_loss:
-        try:
-            state, findings = make_and_look(make, masks=randomness == "global")
-        except (InputError, RefusedPlan) as error:
-            # Only where torch refused: a module that runs as it is stays as it is.
-            if (met := met_at(task, plan, error)) is not None:
-                tasks.append(met)
-            elif _takes_groups(task, plan, error):
-                mesh.found[IN_WHOLE] = True
-            else:
-                raise
-            state, findings = make_and_look(make, masks=randomness == "global")
-            state.notices += [told_met(plan)] if met is not None else []
+        while (looked := _looked(make, task, tasks, plan, mesh, masks=randomness == "global")) is None:
+            pass
+        state, findings = looked
+        state.notices += [told_met(plan)] if len(tasks) > 1 else []
     else:
         state = make()
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)

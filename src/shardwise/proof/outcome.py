@@ -65,7 +65,7 @@ class Parity:
     error: str | None = None
     float64: bool = True  # False: float32, since a kernel of the task has no float64
     precision: str = ""  # that of the plan, where the proof was made in it
-    second: Parity | None = None  # the proof in the plan's own precision, beside this one
+    further: list[Parity] = field(default_factory=list)  # in the plan's own precision, compiled, over three ranks
 
     def errors(self, kind: str) -> dict[str, float]:
         """Returns {name of a tensor: its largest error}, of one of `KINDS`."""
@@ -90,7 +90,7 @@ class Parity:
     @property
     def parity(self) -> bool:
         """Returns whether the plan is proven equal to one process."""
-        return self.equal and not self.unproven and (self.second is None or self.second.parity)
+        return self.equal and not self.unproven and all(proof.parity for proof in self.further)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the outcome as values that JSON holds."""
@@ -110,7 +110,7 @@ class Parity:
             "world_size": self.world_size,
             "plan": self.plan,
             "notes": self.notes,
-            **({} if self.second is None else {"own_precision": self.second.as_dict()}),
+            **({"further": [proof.as_dict() for proof in self.further]} if self.further else {}),
         }
 
     def text(self) -> str:
@@ -129,21 +129,25 @@ class Parity:
         lines += _first_of("different", self.differences)
         lines += [f"  first: {self.first.text()}"] if self.first is not None else []
         lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
-        # the second proof is in the plan's own precision
         lines += _first_of("not proven", self.unproven)
         lines += [f"  note: {note}" for note in self.notes]
-        if self.second is not None:
-            lines += [self.second.text(), "both proofs:"]
+        if self.further:
+            lines += [proof.text() for proof in self.further]
+            lines.append("both proofs:" if len(self._all) == 2 else "all proofs:")
         lines.append(self.verdict)
         return "\n".join(lines)
 
     @property
     def verdict(self) -> str:
         """Returns the last line of the text."""
-        proofs = [self] if self.second is None else [self, self.second]
-        if not all(proof.equal for proof in proofs):  # first: a difference that was seen outweighs what was not
+        if not all(proof.equal for proof in self._all):  # first: a difference that was seen outweighs what was not
             return "NOT EQUAL to one process"
-        return "NOT PROVEN" if any(proof.unproven for proof in proofs) else "EQUAL to one process"
+        return "NOT PROVEN" if any(proof.unproven for proof in self._all) else "EQUAL to one process"
+
+    @property
+    def _all(self) -> list[Parity]:
+        """Returns this proof, those beside it, and those beside them."""
+        return [self, *(inner for proof in self.further for inner in proof._all)]
 
     def _line(self, kind: str) -> str:
         """Returns the line of one kind: its largest error beside the bar, and whose it is."""

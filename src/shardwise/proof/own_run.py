@@ -174,6 +174,8 @@ def _same(a: torch.Tensor, b: torch.Tensor, rounded: bool) -> bool:
 
 def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) -> list[str]:
     """Returns a sentence on the first average in a file that is further off than rounding allows; else []."""
+    if not path.exists():
+        return ["the average was not written"]
     stored, unit = _read(path), torch.finfo(dtypes.said(plan)[1]).eps
     for name, average in seen.averages[last].items():
         if name not in stored or not average.numel():

@@ -94,7 +94,7 @@ def verify(
         _refuse_other_samples(resolved, settings, record)
         _judge(parity, resolved, settings, oracle, record)
         if chosen.compile and parity.equal:
-            parity.second = _compiled(task, chosen, settings, pool, timeout_s, say)
+            parity.further.append(_compiled(task, chosen, settings, pool, timeout_s, say))
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity

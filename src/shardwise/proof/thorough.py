@@ -113,7 +113,7 @@ def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
                 continue
             # on a grid sums may be infinite or undefined: then the same without it, before the plan is found at fault
             if not grid or second.parity or (not second.unproven and _finite(second)):
-                parity.second = second
+                parity.further.append(second)
                 parity.notes.append(f"not met: {_not_met(third, grid, less)}")
                 return
     parity.notes.append("not met: a third rank of any axis, since each such plan is refused")

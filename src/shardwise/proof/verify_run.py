@@ -163,8 +163,9 @@ def verify_run(
         small = small.with_(proof=replace(small.proof, limits=single.limits))
         with _ranks(pool, timeout_s) as on_ranks:
             ranks = _run(small, on_ranks)
-            parity.second = _second(job, settings, on_ranks)
-            _own_run(small, job.effective.plan, settings, on_ranks, parity.second or parity)
+            own = _second(job, settings, on_ranks)
+            parity.further += [] if own is None else [own]
+            _own_run(small, job.effective.plan, settings, on_ranks, own or parity)
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity

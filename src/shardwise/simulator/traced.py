@@ -245,7 +245,8 @@ def _moved(
         elements = max(rank.small.shard_elements or rank.small.parameters / layout.shard_ranks for rank in ranks)
         # a host gives weights and takes gradients back; from a disk weights are only read
         if weights_on_host(layout.offload):
-            gradients = 0 if layout.replicas > 1 and layout.n_micro > 1 else elements  # else once, after the last
+            # of several micro-batches they wait here for the sum over replicas, and go once
+            gradients = 0 if layout.replicas > 1 and layout.n_micro * layout.rounds > 1 else elements
             over = crossings(elements * states.held, gradients * states.held, layout, cluster)
             costs["weights from the host"] = (over, crossings_told)
         else:

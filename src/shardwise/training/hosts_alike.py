@@ -146,6 +146,6 @@ def _sees(token: Path) -> bool:
             names = []
         if token.name in names:
             return True
-        if not names or time.monotonic() > until:
+        if time.monotonic() > until:
             return False
         time.sleep(0.2)
