@@ -144,6 +144,7 @@ def look_at_model(
         told = told.partition(". Return (sum, weight)")[0] + (hint if mixes in told else "")
         raise RefusedPlan(told if 'loss_scope="model"' in told else f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
+    # reentrant checkpoints bring a parameter's gradient in several parts
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
@@ -157,6 +158,7 @@ def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> N
         with gate.closed():
             return module(*call[0], **call[1])
 
+    # its message is written for a Task: put it in the words of a script
     def run() -> None:
         with torch.random.fork_rng(devices=[]), seen.watching(), refusing_writes(seen, list, follows=True):
             Runner(module, forward, seen)((args, kwargs))

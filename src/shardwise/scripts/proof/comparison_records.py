@@ -198,6 +198,7 @@ def judge(
         _compare_saved(parity, single, many)
         _compare_beside(parity, single, ranks)
     unmet = [words for what, words in MEETS.items() if what not in single.met]
+    # of a foreign script torch's hooks cannot see all of these
     if unmet and not foreign:
         parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
     if {"an evaluation", BESIDE} <= single.met and SUMMED not in single.met:

@@ -157,7 +157,7 @@ def verify_script(
         say("verify: they differ; one process again, with weights moved by one epsilon")
         itself = _set_rounding_apart(runs, reference, first, records, parity, foreign=asked.foreign)
     if not parity.equal:
-        if not itself.equal:
+        if not itself.equal:  # perhaps by the moved weights
             say("verify: and as it was, to see whether the script equals itself")
             itself = _against(first, runs.alone(reference))
         layout = chosen or Plan(dp_replicate=world)
@@ -224,7 +224,9 @@ def _set_rounding_apart(
             yield record_of(moved[-1], moved[-1:], steps)
 
     steps = min(parity.exceeded.values(), default=-1) + 1
+    # other cases need no test: bars of the script's own precision hold rounding already, and a difference before step 0
     if parity.float64 and steps > 0:
+        # is none of rounding
         early, one = Parity("", 1, bars=dict(FLOAT64_BARS)), record_of(first, [first], steps)
         many = record_of(ranks[0], ranks, steps, foreign=foreign)
         compare(early, one, many)
