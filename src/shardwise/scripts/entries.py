@@ -52,8 +52,8 @@ class Entries:
         self.closed = False  # `prepared.whole()` is open
         if type(model).forward is nn.Module.forward:  # FSDP2 takes no list of modules without one
             model.__class__ = unannounced(type(model), {"forward": _nothing})
-        # a module that went through torch.compile keeps its compiled call
         for module in model.modules():
+            # a module that went through torch.compile keeps its compiled call
             if module._compiled_call_impl is None:
                 module.__dict__["_compiled_call_impl"] = Way(self.call, module)
         own = model.forward

@@ -138,6 +138,7 @@ def look_at_model(
             "that zero=3 frees as its units end: use zero=2, or describe the run as a Task"
         ) from None
     except RefusedPlan as error:
+        # its message is written for a Task: put it in the words of a script
         mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
         told = str(error).replace("the loss does not add up over samples: its sum", mixes)
         hint = unplaced or made.ragged() or _hint(dim)
@@ -158,7 +159,6 @@ def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> N
         with gate.closed():
             return module(*call[0], **call[1])
 
-    # its message is written for a Task: put it in the words of a script
     def run() -> None:
         with torch.random.fork_rng(devices=[]), seen.watching(), refusing_writes(seen, list, follows=True):
             Runner(module, forward, seen)((args, kwargs))

@@ -224,9 +224,8 @@ def _set_rounding_apart(
             yield record_of(moved[-1], moved[-1:], steps)
 
     steps = min(parity.exceeded.values(), default=-1) + 1
-    # other cases need no test: bars of the script's own precision hold rounding already, and a difference before step 0
+    # in the script's own precision bars hold rounding already, and a difference before step 0 is none of rounding
     if parity.float64 and steps > 0:
-        # is none of rounding
         early, one = Parity("", 1, bars=dict(FLOAT64_BARS)), record_of(first, [first], steps)
         many = record_of(ranks[0], ranks, steps, foreign=foreign)
         compare(early, one, many)
