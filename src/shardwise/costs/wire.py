@@ -52,8 +52,10 @@ class RankGroup:
 @lru_cache(maxsize=4096)
 def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
     """Returns (whether each group of an axis lies in one unit of `unit` ranks, fewest ranks of a group in a unit)."""
+    # groups lie side by side in a unit
     if unit % group.span == 0:
         return True, group.size
+    # each group covers whole units
     if unit % group.stride == 0 and group.span % unit == 0:
         return False, unit // group.stride
     # each rank of a group in a unit of its own

@@ -173,6 +173,7 @@ class Rehearsal:
             size = sizes[op.microbatch]
             self.ledger.loads = self._loads(turn * schedule.microbatches + op.microbatch)
             self.count.trace = StepTrace(self.trace.samples)
+            # B and W make gradients of weights, which the techniques take; I makes none
             if op.kind in "BW":
                 for technique in self.techniques:
                     technique.start_micro_batch(last=place == final and turn == rounds - 1)
@@ -363,6 +364,7 @@ class Rehearsal:
                 with self.fake:
                     flat = rehearsed_buckets(named, ranks, cuts, self.precision, self._aside)
                 techniques.append(flat)
+                # as they are used, sums of gradients go at once; else these shards rest until the optimizer's step
                 if cuts.gradients != "as_made":
                     elements = sum(part.high - part.low for part in flat.shards)
                     trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize

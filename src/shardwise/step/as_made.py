@@ -77,6 +77,7 @@ class AsMade:
             if not (self._flat and flat is not None):
                 self.norms[id(slot.master)] = norms_of([slot.master.grad])
             group = self._group_of.get(id(slot.master))
+            # a weight that a block run again still reads (`_late`) is updated after backward, as ever
             if group is not None and id(slot.master) not in self._late:
                 self._came[group] += 1
                 if self._factor is not None and self._came[group] == len(self._params(group)):

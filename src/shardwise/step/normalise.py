@@ -60,12 +60,14 @@ def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
     () float64 on the device: the host reads it with the control row.
     changed   a script may have given masters other gradients than the sums over ranks
     """
+    # plan.deterministic: one sum over whole gradients, whose order does not depend on ranks
     if state.order is not None:
         return _whole_square_norm(state)
     flat = None if changed else _as_summed(state)
     if flat is not None:
         return _sum_of_squares(flat, state.device)
     slots = _counted_slots(state)
+    # gradients were freed within backward, and the norms of the flat tensors they lay in were noted
     if state.as_made is not None and (flats := state.as_made.flats):
         return _summed([norm for number in sorted(flats) for norm in flats[number]], state.device)
     # without shares every gradient of this rank counts
@@ -189,7 +191,8 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     # An infinite loss is no overflow of gradients: a smaller scale would not mend it.
     if scale is not None:
         scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
-    if not finite and state.on_nonfinite != "use":
+    if not finite and state.on_nonfinite != "use":  # "use": one measures, and no update is refused
+        # raises, unless a loss scaler expects an overflow
         if state.on_nonfinite != "skip":
             not_finite(state, result)
         return result, False
