@@ -219,7 +219,7 @@ class _Row:
             # what the next stage's backward did not reach: zeros in its place would have the optimizer move weights
             saved.outputs = [o for o, g in zip(saved.outputs, gradients, strict=True) if g is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
-        # the stage's forward took gradients itself: its tape adds their outputs, and the stage before may stop serving
+        # the forward took gradients itself: its tape adds tensors to go back from; the stage before may stop serving
         if saved.tape is not None and self.staged.serving is not None:
             with drawing(self.state):
                 saved.outputs, gradients = saved.tape.last(saved.outputs, gradients)

@@ -92,8 +92,10 @@ class Fake(FakeTensorMode):
             return self._by_torch(func, types, args, kwargs)
         tensors: list[FakeTensor] = []
         look = self._look(func, args, kwargs, tensors)
+        # None in the table: torch has to be asked each time
         if look is not None and (answer := _results.get(look)) is not None:
             return self._answer(answer, tensors)
+        # met for the first time: torch's answer is noted, if it can be given again from the arguments
         first = look is not None and look not in _results
         output = self._by_torch(func, types, args, kwargs, first)
         if look is not None and first:
@@ -238,7 +240,7 @@ def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
     places = [place for place, tensor in enumerate(tensors) if storage_key(tensor) == storage_key(leaf)]
     # which of two tensors that share their memory it follows is not seen, nor what a complex view is
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
-        return None  # which of two that share their memory it follows is not seen here
+        return None
     seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.fake_device)
     if not places:
         return seen
