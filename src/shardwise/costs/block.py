@@ -107,7 +107,10 @@ class BlockCosts:
         return times
 
     def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
-        """Returns (seconds, messages) of what full recompute runs again of a layer."""
+        """Returns (seconds, messages) of what full recompute runs again of a layer.
+
+        forward, messages  seconds and messages of the whole forward
+        """
         s, lay = self.shape, self.layout
         early = self.software.stops_early and not s.dropout  # else what follows the last product keeps a tensor
         # all of the forward runs again: nothing ends early, or experts' weights come after their last product
@@ -128,7 +131,11 @@ class BlockCosts:
         return forward - sum(product(*end) for end in ends), again
 
     def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
-        """Returns seconds of what the software's selective policy recomputes in a layer."""
+        """Returns seconds of what the software's selective policy recomputes in a layer.
+
+        attention  seconds, as `_attention` returns them
+        streams    seconds of the forward's elementwise operations
+        """
         if self.software.selective == "attention":
             return attention[2]
         if self.software.selective == "latents":

@@ -120,6 +120,7 @@ class Wire:
             return measured.seconds(op, nodes, local, size_bytes)
         hop = self.cluster.tiers[tier].latency_us.value * 1e-6
         base = self._inside(op, local, 1.0) if local > 1 else 10e-6
+        # no ring: each rank sends every other one its part by its own port
         if op == "all_to_all":
             return base + (nodes - 1) * hop + self._to_each(group.size, local, size_bytes, tier)
         op = self._made_of(op)

@@ -209,7 +209,7 @@ class Rehearsal:
         messages: dict[int, MessageSpec],
         waiting: dict,
     ) -> None:
-        """Plays a forward (F): receives, runs the stage, sends."""
+        """Plays a forward (F): receives, runs the stage, sends. `waiting`: as in `_round`; `messages`: of this size."""
         owner = self.shares.schedule.owner
         if op.stage:
             self._await("F", owner[op.stage - 1], messages)
@@ -231,7 +231,7 @@ class Rehearsal:
         waiting[op.stage, op.microbatch] = (outputs, staged.taken if staged is not None else [], [])
 
     def _play_backward(self, op: Op, messages: dict[int, MessageSpec], waiting: dict) -> None:
-        """Plays a backward, whole (B) or in two parts, of the input (I) and later of the weights (W)."""
+        """Plays a backward: whole (B), or of the input (I) and later of the weights (W). `waiting`: as in `_round`."""
         owner, key = self.shares.schedule.owner, (op.stage, op.microbatch)
         outputs, inputs, later = waiting[key]
         if op.kind == "W":

@@ -199,6 +199,7 @@ class Calls(Loop):
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
             self.draws.alike = self.engine.state.phase.same
+            # what every rank is given alike draws alike as it is: nothing is dealt over samples
             if not self.draws.alike:
                 look = self._look_now
                 self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn)

@@ -341,7 +341,7 @@ class Prepared(Stepping):
             mark_like(slot.master, whole[slot.name])
         self._script_weights.retire((one, now[name]) for name, one in whole.items() if now[name] is not one)
         self.built = options_of(engine)
-        if isinstance(engine.technique, FullShard):
+        if isinstance(engine.technique, FullShard):  # whose refusals then name the script's line
             engine.technique.tell_branches(names_line)
         self._watch_pieces()
         self.calls.pieces = self._pieces

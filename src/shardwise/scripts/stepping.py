@@ -312,6 +312,7 @@ class Stepping(OverRanks):
             with self._whole_weights.paused():
                 return self._step(inner, closure)
         self._refuse_stray("optimizer.step()")
+        # ranks gather or exchange pieces within a step, so all must come to it
         if self.calls.gathers or self._pieces:
             self._passes("optimizer.step()")
         if self.meeting is not None:
@@ -396,7 +397,7 @@ class Stepping(OverRanks):
 
         Weights that another optimizer trains keep their gradients until it takes them away.
         """
-        # one of several optimizers of the model: only its weights' gradients go
+        # one of several optimizers of the model: only its weights' gradients go, unless stray ones came, which all go
         others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
         if others and self._tally is not None and not self.calls.stray:
             self._flush()

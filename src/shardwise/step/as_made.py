@@ -94,6 +94,7 @@ class AsMade:
         """Divide the gradients of a sub-group by `1 / factor`, step over it, and free them."""
         params, place = self._params(group), len(self._order)
         if factor != 1.0:
+            # sub-groups come in the order of the last step: the state of the next one is read meanwhile
             torch._foreach_mul_([param.grad for param in params if param.grad is not None], factor)
         following = self._before[place + 1 : place + 2] if self._before[place : place + 1] == [group] else []
         self._state.tier.update(group, self._state.optimizer.step, *following, kept=self._kept)

@@ -216,7 +216,7 @@ def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
         raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT.format(skip))
-    # weights are looked at in step 0 alone: uninitialised ones are the user's likeliest mistake there
+    # weights are looked at in step 0 alone, if no update has moved them: uninitialised ones are the likeliest mistake
     unset = None if state.steps_done or state.as_made is not None else _first_bad(state, lambda slot: slot.master)
     if unset:
         raise NotFinite(

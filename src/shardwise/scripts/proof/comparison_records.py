@@ -116,8 +116,8 @@ def _deviations(
 
 
 def _named(model: int, name: str, several: bool) -> str:
-    """Returns 'exp_avg of weight' of `model` 1, counted from 0, as 'exp_avg of model 2: weight'; as it is unless `several`
-    models are there."""
+    """Returns 'exp_avg of weight' of `model` 1, counted from 0, as 'exp_avg of model 2: weight'; as it is unless there
+    are `several` models."""
     key, of, param = name.rpartition(" of ")
     return f"{key}{of}model {model + 1}: {param}" if several else name
 
