@@ -378,6 +378,7 @@ class BlockCosts:
             qkv = lay.micro_batch * lay.seq / lay.cp * dealt / lay.tp * ACT_BYTES
             forward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
             backward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
+        # rows go to their experts, and their results come back
         if s.experts and lay.ep > 1:
             routed = routed_rows(s, lay) * s.hidden * ACT_BYTES
             forward += [Message("all_to_all", "ep", routed)] * 2

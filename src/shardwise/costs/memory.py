@@ -61,6 +61,7 @@ def stage_parameters(
         front = stage_parameters(s.in_front, layout, dense, first=False, last=False)
         return {kind: rest[kind] + front[kind] for kind in rest}
     attention = s.attention_share(t) + s.norms * s.norm_parameters
+    # under ep a rank has whole experts; else tp cuts each of them
     if s.experts:
         local = s.experts / layout.ep
         expert_tp = 1 if layout.ep > 1 else t
@@ -228,6 +229,7 @@ def rank_memory(
     passing = {"activations": kept * in_flight}
     stream = layout.tokens * shape.hidden * ACT_BYTES / (layout.tp if layout.sp else 1)
     if first:
+        # under full recompute it is the first layer's input, which is counted there
         passing["embedding output"] = 0.0 if layout.recompute == "full" else stream * in_flight
         # of one byte, where the stream has two for each element
         if shape.dropout:

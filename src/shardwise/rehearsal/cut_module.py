@@ -413,6 +413,7 @@ def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
         if not any(other.covers(state) for other in before):
             before.append(state)
             last = place + 1
+        # a whole backward (B) or its first part (I) ends a forward's wait, and W that of its I
         if op.kind != "F":
             waiting["I" if op.kind == "W" else "F", op.stage, sizes[op.microbatch]] -= 1
         if op.kind in ("F", "I"):

@@ -84,7 +84,7 @@ class Fake(FakeTensorMode):
                 return NotImplemented  # a share of a tensor: what its rule does is asked next
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for more often than anything is computed
-        if func is torch.ops.aten._grouped_mm.default:
+        if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for its shape takes bfloat16 alone
             return _grouped(self, *args, **(kwargs or {}))
         if not _of_metadata(func):
             if func.namespace == "profiler":
@@ -103,6 +103,7 @@ class Fake(FakeTensorMode):
             answer = self._noted(tensors, output) if kept and _may_be_noted(func, tensors) else None
             if len(_results) >= MOST:
                 _results.clear()
+            # None too where the table would give another answer than torch did
             _results[look] = answer if answer is not None and self._same(answer, tensors, output) else None
         return output
 

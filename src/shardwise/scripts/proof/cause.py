@@ -254,7 +254,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
     form = next(iter(many.forms), "mean")
     expected, found_there = (_vector(each.gradients, single.gradients) for each in (single, many))
     factor = _factor(found_there, expected)
-    if not many.losses and single.losses:
+    if not many.losses and single.losses:  # ranks took gradients by themselves
         return _cause("own_backward")
     # all micro-batches of a rank together, but where a script weighs each as it likes
     for one_by_one in (False, True)[sides.foreign :]:
@@ -267,7 +267,7 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
             break
     # one process's gradient is a sum of ranks' own: which sum did the optimizer step on?
     there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
-    if rest > NEAR:
+    if rest > NEAR:  # no sum of the ranks' own, unless one factor explains all
         scaled = factor is not None and abs(factor - 1) > NEAR
         return _by_factor(factor, kinds, form, sides) if scaled else _not_a_sum(sides, step, rest)
     if missing > NEAR:  # the optimizer's gradient is no sum of the ranks' own

@@ -145,7 +145,7 @@ def verify_script(
             failed, parity.error = parity.error, None
             asked, reference = replace(asked, exact=False), replace(reference, exact=False)
             first = runs.alone(reference)
-    if records is None:
+    if records is None:  # refused, or failed both ways: `parity` tells
         return parity
     if not asked.exact:
         _set_bars(runs, reference, first, records, parity, failed)
@@ -204,7 +204,7 @@ def _shown_or_hidden(
     say("verify: that fails; the same without RANK and the like, as shardwise run hides them")
     hidden = replace(asked, hides=True)
     records = _on_ranks(runs, hidden, chosen, replace(parity, error=None))
-    if records is None:
+    if records is None:  # it is not RANK that makes it fail
         return None, asked
     parity.notes.append(f"RANK and the like are hidden, as by shardwise run; shown (torchrun): {parity.error}")
     parity.error = None
