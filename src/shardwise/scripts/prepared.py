@@ -115,7 +115,7 @@ def prepare(
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
     branches    as in `Task`
     reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
-                whole where the loader has a collate function of its own or its dataset draws, else the part
+                whole where the loader has its own collate function or its dataset draws; else, and if "fast", the part
     batch_dim   the dim of a batch's tensors that counts its samples (None: 0); of tensors with fewer dims, the first
     seed        of "fast" draws
     device      where the plan holds the model; None: where the model lies, on an accelerator that of this rank
