@@ -107,14 +107,19 @@ class BlockCosts:
         return times
 
     def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
-        """Returns (seconds, messages) of what full recompute runs again of a layer."""
+        """Returns (seconds, messages) of what full recompute runs again of a layer.
+
+        forward, messages  seconds and messages of the whole forward
+        """
         s, lay = self.shape, self.layout
         early = self.software.stops_early and not s.dropout  # else what follows the last product keeps a tensor
+        # all of the forward runs again: nothing ends early, or experts' weights come after their last product
         if not early or (s.experts and not self.software.weighs_first):
             return forward, list(messages)
         again, product = list(messages), self.kernels.layer_product
         ends: list[tuple[float, float, float]]
-        if s.experts:  # rows do not come back from their experts
+        # run up to the last product: neither that is run again, nor the message after it (rows do not come back)
+        if s.experts:
             rows, local, over = self._expert_rows()
             ends, sent = [(rows, s.hidden, s.ffn / over)] * round(local), [m for m in messages if m.axis == "ep"][:1]
         else:
@@ -126,7 +131,11 @@ class BlockCosts:
         return forward - sum(product(*end) for end in ends), again
 
     def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
-        """Returns seconds of what the software's selective policy recomputes in a layer."""
+        """Returns seconds of what the software's selective policy recomputes in a layer.
+
+        attention  seconds, as `_attention` returns them
+        streams    seconds of the forward's elementwise operations
+        """
         if self.software.selective == "attention":
             return attention[2]
         if self.software.selective == "latents":
@@ -173,7 +182,8 @@ class BlockCosts:
         else:
             add(tokens, s.experts, s.hidden)
             rows, local, expert_tp = self._expert_rows()
-            shared = lay.ep < lay.shard_ranks or not lay.sharded.weights  # else nobody else has them
+            # experts that no other data rank has are neither gathered nor reduced
+            shared = lay.ep < lay.shard_ranks or not lay.sharded.weights
             add(rows, up / expert_tp, s.hidden, local, shared)
             add(rows, s.hidden, s.ffn / expert_tp, local, shared)
             if s.shared_experts:  # side by side, one feed-forward as wide as all of them
@@ -301,9 +311,11 @@ class BlockCosts:
         whole = lay.tokens * s.hidden * ACT_BYTES
         if not (lay.sp and lay.tp > 1 and soft.reorders):
             return 0.0, 0.0
+        # each rank's part of a sum is written by itself, and all of them are added
         if soft.overlap_tp and soft.dtensors:
             added = self._stream(2 * (1 + 1 / lay.tp) * whole, 2)
             return added, added
+        # one sample: what the ranks send lies in order end to end
         if lay.micro_batch == 1:
             return 0.0, 0.0
         # gathers and scatters of two products; in backward also what weights' gradients read, where that was not kept
@@ -366,6 +378,7 @@ class BlockCosts:
             qkv = lay.micro_batch * lay.seq / lay.cp * dealt / lay.tp * ACT_BYTES
             forward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
             backward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
+        # rows go to their experts, and their results come back
         if s.experts and lay.ep > 1:
             routed = routed_rows(s, lay) * s.hidden * ACT_BYTES
             forward += [Message("all_to_all", "ep", routed)] * 2

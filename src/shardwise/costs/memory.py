@@ -61,6 +61,7 @@ def stage_parameters(
         front = stage_parameters(s.in_front, layout, dense, first=False, last=False)
         return {kind: rest[kind] + front[kind] for kind in rest}
     attention = s.attention_share(t) + s.norms * s.norm_parameters
+    # under ep a rank has whole experts; else tp cuts each of them
     if s.experts:
         local = s.experts / layout.ep
         expert_tp = 1 if layout.ep > 1 else t
@@ -96,6 +97,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         out[COPIES] += count * policy.copies * share
         out["master"] += count * policy.master * (share if stage.state else 1.0)
         out["optimizer"] += count * policy.optimizer * (share if stage.state else 1.0)
+        # a stage's weights are gathered once in a step, in two bytes, and stay
         if whole_in_pipeline(software, layout):
             out["weights"] += count * 2.0 if stage.weights else 0.0
         if whole_gradients(software, layout):  # their shards come as whole ones go
@@ -125,11 +127,13 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         "q k v": tokens * (s.query_width / t + kv) * ACT_BYTES,
         "attention output": tokens * s.output_width / t * ACT_BYTES,
     }
+    # each head of queries that reads a key or value has a copy, which nothing computes again
     if software.repeats_keys and lay.recompute == "none":
         out["q k v"] = tokens * (2 * s.query_width + s.output_width) / t * ACT_BYTES
     if s.kv_latent:  # as they are made, and as they are normed
         out["latents"] = tokens * (2 * s.q_latent + 2 * s.kv_latent + s.rope_dim) * ACT_BYTES
     if software.attention == "unfused":
+        # else the scores are what selective recompute drops
         if lay.recompute != "selective":
             scores = lay.micro_batch * s.heads_of(t) * (lay.seq / lay.cp) * lay.seq
             out["scores"] = scores * ((2 * ACT_BYTES + 1) if s.dropout else ACT_BYTES)
@@ -160,6 +164,7 @@ def _drop_what_is_computed_again(
     if software.selective == "attention":
         out.pop("softmax statistics", None)
         return
+    # queries, keys and values are made again from the latents
     if software.selective == "latents":
         out["q k v"] *= 0.0 if s.kv_latent else 1.0
         return
@@ -213,6 +218,7 @@ def rank_memory(
     over = layout.shard_ranks if layout.sharded.state else 1
     largest = max(shape.vocab * (first or last), shape.ffn) * shape.hidden / layout.tp / over
     as_made = software.in_backward or layout.gradients == "as_made"
+    # with one micro-batch each gradient is used and freed as it comes: the largest of them is all that lives
     if as_made and layout.n_micro * layout.rounds == 1:
         terms["gradients"] = min(terms["gradients"], largest * full.gradient)
     copies = terms.pop(COPIES) + decoded(full, layout, sum(parameters.values()) / over, largest)
@@ -223,7 +229,9 @@ def rank_memory(
     passing = {"activations": kept * in_flight}
     stream = layout.tokens * shape.hidden * ACT_BYTES / (layout.tp if layout.sp else 1)
     if first:
+        # under full recompute it is the first layer's input, which is counted there
         passing["embedding output"] = 0.0 if layout.recompute == "full" else stream * in_flight
+        # of one byte, where the stream has two for each element
         if shape.dropout:
             passing["embedding output"] += stream / 2 * in_flight
     if last:
@@ -234,6 +242,7 @@ def rank_memory(
         terms[f"weights in FP{software.bits}"] = both * sum(
             stage_parameters(shape, layout, cast, first=False, last=False).values()
         )
+    # the output matrix, and perhaps the embedding, are not freed between forward and backward
     if layout.sharded.weights and software.kept_gathered:
         ends = (last + (first and software.kept_gathered > 1)) if not shape.tied else max(first, last)
         terms["ends, gathered"] = ACT_BYTES * ends * shape.vocab * shape.hidden / layout.tp
@@ -244,6 +253,7 @@ def rank_memory(
     if last:
         peaks["logits"] = logits(shape, layout, software) - terms["buffers"]  # between units nothing is gathered
     name = max(peaks, key=lambda key: peaks[key])
+    # it was counted without buffers, which then lie idle: their term goes
     if name == "logits":
         peaks[name] += terms.pop("buffers")
     if layout.sharded.weights and layout.n_micro * layout.rounds == 1:  # shards of gradients come as the activations go
@@ -278,6 +288,7 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
     matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
     stream = layout.tokens * shape.hidden * ACT_BYTES * max(1, shape.top_k)  # a token has a row for each expert
     block = 0.0
+    # a ring of several blocks has sums of its own beside them; an even one is one kernel
     if layout.cp > 1 and software.ring != "even":
         block = merged_block(shape, layout, software)
     return again + matrix + 2 * stream + block

@@ -107,6 +107,7 @@ def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, up
         # gradients are read for the norm, read and written by the division
         host_s = count * (update + 3 * states.held) * ranks_of_host(layout, cluster) / (HOST_GBPS * 1e9)
         by_tier["host"] += 2 * states.held
+    # state crosses the device's link, there and back
     elif not on_host and any(by_tier.values()):
         link_s = 2 * count * sum(by_tier.values()) / (_link_gbps(cluster) * 1e9)
     if by_tier["disk"] + weights:

@@ -52,8 +52,10 @@ class RankGroup:
 @lru_cache(maxsize=4096)
 def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
     """Returns (whether each group of an axis lies in one unit of `unit` ranks, fewest ranks of a group in a unit)."""
+    # groups lie side by side in a unit
     if unit % group.span == 0:
         return True, group.size
+    # each group covers whole units
     if unit % group.stride == 0 and group.span % unit == 0:
         return False, unit // group.stride
     # each rank of a group in a unit of its own
@@ -118,6 +120,7 @@ class Wire:
             return measured.seconds(op, nodes, local, size_bytes)
         hop = self.cluster.tiers[tier].latency_us.value * 1e-6
         base = self._inside(op, local, 1.0) if local > 1 else 10e-6
+        # no ring: each rank sends every other one its part by its own port
         if op == "all_to_all":
             return base + (nodes - 1) * hop + self._to_each(group.size, local, size_bytes, tier)
         op = self._made_of(op)

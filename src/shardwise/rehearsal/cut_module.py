@@ -134,6 +134,7 @@ class Cuts:
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
         """Returns the cuts of a layout; a long step is played for a few rounds of micro-batches."""
+        # shards are played where they come and go within micro-batches; else gradients are an account of their own
         played = layout.sharded.weights or (layout.sharded.gradients and (gloo or layout.pp * layout.ep > 1))
         count, rounds = (min(layout.n_micro, ROUNDS) if played else 1), 1
         if layout.pp > 1:
@@ -142,6 +143,7 @@ class Cuts:
             kept = in_flight(layout.schedule, layout.pp, layout.n_micro, layout.chunks, 0)
             if kept < layout.n_micro and not gloo:
                 count = min(count, ROUNDS * layout.pp)
+            # some schedules deal micro-batches in rounds of pp: fewer of them must still be whole rounds
             if layout.n_micro % layout.pp == 0:
                 count -= count % layout.pp
         own = cls(
@@ -191,6 +193,7 @@ class Cuts:
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
                        "stages": self.stages, "stages_per_rank": self.stages_per_rank}  # fmt: skip
+        # ep is dealt over data ranks and positions: as many data ranks as it needs beside the positions
         if self.shard_ranks * self.ep > 1:
             least = self.ep // math.gcd(self.ep, self.cut_positions)
             values |= {"dp_shard": max(self.shard, least), "zero": self.zero, "wrap": self.wrap}
@@ -410,6 +413,7 @@ def telling(row: Sequence[Op], sizes: Sequence[int], stages: int) -> list[Op]:
         if not any(other.covers(state) for other in before):
             before.append(state)
             last = place + 1
+        # a whole backward (B) or its first part (I) ends a forward's wait, and W that of its I
         if op.kind != "F":
             waiting["I" if op.kind == "W" else "F", op.stage, sizes[op.microbatch]] -= 1
         if op.kind in ("F", "I"):

@@ -121,6 +121,7 @@ def _attention(
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     same = query.shape[-1] == width <= MOST_WIDTH
+    # FlashAttention takes 16 bits without a mask; the memory-efficient kernel below takes what is left
     if attn_mask is None and query.dtype in _HALF and same:
         # the kernel takes widths that are multiples of 8; torch pads others in the same way
         q, k, v = (_padded(tensor, 8) for tensor in (query, key, value))

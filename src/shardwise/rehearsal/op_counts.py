@@ -98,6 +98,7 @@ class Count(TorchDispatchMode):
         elif packet in (_CALL, _CALL_BACK):
             self._recur_in_one(args, packet is _CALL_BACK)
             self._stream(packet.__name__, args, out)
+        # any other op takes as long as its bytes; a view, and new memory that nothing is written into, move none
         elif packet.__name__ not in _NOTHING_MOVES and not (may_view(func) and _lies_in(out, args)):
             self._stream(packet.__name__, args, out)
 
@@ -182,6 +183,7 @@ class Count(TorchDispatchMode):
             # such norms run at a speed of their own, by their channels where those are first
             if _channels_first(x):
                 shape.append(float(x.shape[1]))
+            # torch's own kernels over channels last, noted as 0
             elif x.dim() > 3 and name.startswith("native_"):
                 shape.append(0.0)
         self.trace.order.append((name, tuple(shape), 1))
@@ -234,6 +236,7 @@ def update_of(task: Task, at_once: bool = False) -> Update:
             f"{type(optimizer).__name__} asks for a forward and backward as often as it likes in one step (a closure), "
             "which no forecast knows: plan with an optimizer that takes one, or train with dp_replicate, which runs it"
         )
+    # None is torch's default, by which a GPU takes foreach; False was asked for
     for group in optimizer.param_groups if at_once else ():
         if not group.get("fused") and group.get("foreach", False) is None:
             group["foreach"] = True

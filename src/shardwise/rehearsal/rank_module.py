@@ -66,6 +66,7 @@ class RankModule:
         absent = cut.absent if cut is not None else set()
         self.result_hooks = ResultHooks(model)
         self._replace(model, absent)
+        # a sequence that is made inside the forward has no place in the batch at which it could be cut
         if self.positions is not None and self.positions.inside is not None:
             self.positions.inside.install(model)
         if self.tensor is not None:
@@ -76,6 +77,7 @@ class RankModule:
         stacks = self.experts.stacks
         if stacks:
             install(model, self.experts.here(absent), torch.device("cpu"))
+        # every rank holds all experts: their modules compute on this rank's positions alone
         elif self.inner:
             stacks = self.shares.looks.row_wise(self.shares.plan)
             compute_own_rows(model, stacks)

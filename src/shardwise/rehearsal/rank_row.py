@@ -173,6 +173,7 @@ class Rehearsal:
             size = sizes[op.microbatch]
             self.ledger.loads = self._loads(turn * schedule.microbatches + op.microbatch)
             self.count.trace = StepTrace(self.trace.samples)
+            # B and W make gradients of weights, which the techniques take; I makes none
             if op.kind in "BW":
                 for technique in self.techniques:
                     technique.start_micro_batch(last=place == final and turn == rounds - 1)
@@ -208,7 +209,7 @@ class Rehearsal:
         messages: dict[int, MessageSpec],
         waiting: dict,
     ) -> None:
-        """Plays a forward (F): receives, runs the stage, sends."""
+        """Plays a forward (F): receives, runs the stage, sends. `waiting`: as in `_round`; `messages`: of this size."""
         owner = self.shares.schedule.owner
         if op.stage:
             self._await("F", owner[op.stage - 1], messages)
@@ -230,7 +231,7 @@ class Rehearsal:
         waiting[op.stage, op.microbatch] = (outputs, staged.taken if staged is not None else [], [])
 
     def _play_backward(self, op: Op, messages: dict[int, MessageSpec], waiting: dict) -> None:
-        """Plays a backward, whole (B) or in two parts, of the input (I) and later of the weights (W)."""
+        """Plays a backward: whole (B), or of the input (I) and later of the weights (W). `waiting`: as in `_round`."""
         owner, key = self.shares.schedule.owner, (op.stage, op.microbatch)
         outputs, inputs, later = waiting[key]
         if op.kind == "W":
@@ -363,6 +364,7 @@ class Rehearsal:
                 with self.fake:
                     flat = rehearsed_buckets(named, ranks, cuts, self.precision, self._aside)
                 techniques.append(flat)
+                # as they are used, sums of gradients go at once; else these shards rest until the optimizer's step
                 if cuts.gradients != "as_made":
                     elements = sum(part.high - part.low for part in flat.shards)
                     trace.shard_gradient_bytes += elements * self.precision.reduce.itemsize

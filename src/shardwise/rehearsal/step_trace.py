@@ -66,8 +66,9 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
     """Returns the module with fake tensors in the plan's dtypes."""
     model = checked(_built(task, fake))
     outside = [tensor for _, tensor in named_tensors(model) if not (tensor.is_meta or isinstance(tensor, FakeTensor))]
+    # weights that lay in memory before: a copy of the module, of whose tensors the structure alone is kept
     if any(isinstance(tensor, nn.Parameter) for tensor in outside):
-        model = copied(model, {id(tensor): tensor for tensor in outside})  # of what was there the structure alone
+        model = copied(model, {id(tensor): tensor for tensor in outside})
     refuse_compiled(model)
     if (path := scripted(model)) is not None:
         raise InputError(
@@ -90,6 +91,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
                 if parameter is not None:
                     module._parameters[name] = ours(parameter, True)
             for name, buffer in module._buffers.items():
+                # a buffer that the constructor made without values, and in the plan's dtype, is kept
                 if buffer is not None and not (
                     isinstance(buffer, FakeTensor) and buffer.dtype == precision.dtype_of(buffer)
                 ):

@@ -56,6 +56,7 @@ class RehearsalMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked twice for each op in backward
+        # randomness=global: a run answers a draw by global index, by operations that are counted here too
         if self.draws is not None and func in DRAWS and _many(func, args) and draws(func, args, kwargs or {}):
             self._hidden = _unread(func, args)
             self.draws.one_kernel = self.fused and self._hidden
@@ -69,6 +70,7 @@ class RehearsalMode(TorchDispatchMode):
             if kind is not FakeTensor and getattr(kind, "observes_inside", False):
                 self.count.trace.cut_calls += 1
                 return NotImplemented  # a share of a tensor: what its rule does is counted
+        # FSDP2's labels for profiles tell what it does around a unit
         if func is _ENTER or func is _EXIT:
             self._label(func, args)
             return func(*args, **(kwargs or {}))
@@ -79,6 +81,7 @@ class RehearsalMode(TorchDispatchMode):
             return out
         if self.writes is not None and func._schema.is_mutable:
             self.writes.note(func, args, kwargs or {})
+        # a weight in pieces is read while its unit does not run: a run would gather it
         if self.outside is not None and DTensor in types:
             args, kwargs = self.outside.answered(args, kwargs or {})
         # the bits of a draw whose values nobody knows are not worth hashing

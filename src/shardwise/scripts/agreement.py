@@ -210,6 +210,7 @@ class Meeting:
         first, rank, theirs = told.split("\n", 2)
         if first != what:
             self._part(f"rank {rank} comes to {first} [{theirs}], and rank {self._rank} to {what} [{line}]")
+        # one rank deletes old numbers, which all ranks are taken to have passed: many at a time, as each is a request
         if self._rank == self.world.ranks[0] and self._number % _AT_ONCE == 0 and self._number > _KEPT:
             for number in range(self._number - _KEPT - _AT_ONCE, self._number - _KEPT):
                 self._store.delete_key(f"at/{number}")

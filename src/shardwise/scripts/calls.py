@@ -180,6 +180,7 @@ class Calls(Loop):
         precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))
+        # under another loss_scope the arguments of a training call are whole on every rank here, and are cut below
         # samples that every rank has (a GAN's fixed noise) count once in the joined statistics
         if module.training and self._joined and not (trains and self.whole is not None):
             self._see_whether_same(args, kwargs)
@@ -198,6 +199,7 @@ class Calls(Loop):
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
             self.draws.alike = self.engine.state.phase.same
+            # what every rank is given alike draws alike as it is: nothing is dealt over samples
             if not self.draws.alike:
                 look = self._look_now
                 self.draws.enter(first=not self._dim and not look.turned, dims=look.drawn)
@@ -223,6 +225,7 @@ class Calls(Loop):
         args, kwargs = whole.enter(args, kwargs, self.dealt.part.total, self._dim or 0)
         self.notices.say(whole.notices)
         self.engine.state.phase.samples = whole.rows.count
+        # draws in the forward are for these samples, not for the whole batch that the loader handed out
         if self.draws is not None:
             self.draws.part = whole.local
         return args, kwargs
@@ -232,7 +235,9 @@ class Calls(Loop):
 
         An argument that is another model's cut output is put together where tp cuts this one's weights.
         """
+        # nothing is cut; or the outermost call has been; or a submodule is called by itself, on whole arguments
         if self._door is None or self.inside > 1 or self.entries.now is not None:
+            # without a door, a tp model may be given another model's cut output: it must see whole tensors
             cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore[union-attr]
             return tree_map_only(Distributed, uncut, (args, kwargs)) if cut else (args, kwargs)
         Gathers.on_gather = None
@@ -264,12 +269,13 @@ class Calls(Loop):
         # outputs of all ranks' samples, once the outermost call is over
         if self.whole is not None and self.whole.spreads and not self.inside and trains:
             output = self.whole.leave(output)
+        # outputs are parts of tensors only where weights or positions are cut
         if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
         # what the script computes of cut outputs may gather, which is told with its line
         if self._door is not None and not self.inside:
             Gathers.on_gather = weakly(self._gathers_outside)
-        # a hook on what is returned tells when the script's backward reaches the model
+        # a hook on the output notes a recorded backward (zero=3's units), or refuses it (cut positions)
         if trains and (self.recorded or self._door is not None):
             for tensor in tensors_of(output):
                 if tensor.requires_grad:

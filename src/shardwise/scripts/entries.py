@@ -53,12 +53,14 @@ class Entries:
         if type(model).forward is nn.Module.forward:  # FSDP2 takes no list of modules without one
             model.__class__ = unannounced(type(model), {"forward": _nothing})
         for module in model.modules():
+            # a module that went through torch.compile keeps its compiled call
             if module._compiled_call_impl is None:
                 module.__dict__["_compiled_call_impl"] = Way(self.call, module)
         own = model.forward
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # a script that calls model.forward(x) gets the whole call, hooks included
             return self._model(*args, **kwargs) if self._is_outermost() else own(*args, **kwargs)
 
         model.__dict__["forward"] = forward
@@ -85,12 +87,14 @@ class Entries:
                 f"a {type(module).__name__} of the model is called within prepared.whole(), or in a hook of "
                 "optimizer.step(), where its weights are whole and no plan runs: call it before or after, in the loop"
             ))  # fmt: skip
+        # the model itself, or a call that the script does not make (the engine's, one in a backward): run as it is
         if module is self._model or not self._is_outermost():
             self.depth = 1
             try:
                 return module._call_impl(*args, **kwargs)
             finally:
                 self.depth = 0
+        # a submodule that the script calls: it stands in the model's forward for one call of the model
         held = self._model.__dict__["forward"]
         self.now, self._model.__dict__["forward"] = module, self._standing_for(module, held)
         try:

@@ -64,6 +64,7 @@ class Recorded:
     def running(self, *, records: bool) -> Iterator[None]:
         """Context of a backward that is recorded, or goes through a recorded one: units send no gradients in it."""
         groups = [group for unit in self._units for group in groups_of(unit)]
+        # a record reads weights of all units, in no unit's order: ranks meet, and gather all of them first
         if self.on:
             self._passes("a backward through gradients")
             for unit in self._units:
@@ -77,8 +78,10 @@ class Recorded:
             for group in groups:
                 group.reduce_grads = group.reshard_after_backward = True
                 group._training_state = TrainingState.IDLE  # one that is over already would not be reduced
+            # the units did not reshard by themselves: at the end their gradients are reduced, and weights freed
             if gathered and not records:
                 self._root._get_fsdp_state()._root_post_backward_final_callback()  # reduces, and frees
+            # this backward is recorded too, for a later one: weights are freed, gradients are not reduced yet
             elif gathered:
                 for unit in self._units:
                     unit.reshard()

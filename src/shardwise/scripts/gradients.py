@@ -122,7 +122,7 @@ class Gradients:
         """Write the whole gradients, as the script has changed them, into this rank's pieces. Nothing is sent."""
         state = self._state
         if isinstance(state.technique, FullShard):
-            state.technique.take_uncut()  # of what is whole on every rank the script changed the parameter's gradient
+            state.technique.take_uncut()  # whole on every rank: there the script has changed FSDP2's own gradient
         for name, value in self._seen.items():
             index = state.names.index(name)
             # a gradient of None keeps the parameter out of the step, as in one process

@@ -134,6 +134,7 @@ def guard_conversion(model: nn.Module) -> None:
     """Make `model.to`, `.double()` and the like raise where they would change a tensor; a copy keeps its own."""
 
     def apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # a deep copy of the model gets this method too, but no plan holds its weights
         if module is not model:
             return type(module)._apply(module, function, recurse)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

@@ -138,12 +138,14 @@ def look_at_model(
             "that zero=3 frees as its units end: use zero=2, or describe the run as a Task"
         ) from None
     except RefusedPlan as error:
+        # its message is written for a Task: put it in the words of a script
         mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
         told = str(error).replace("the loss does not add up over samples: its sum", mixes)
         hint = unplaced or made.ragged() or _hint(dim)
         told = told.partition(". Return (sum, weight)")[0] + (hint if mixes in told else "")
         raise RefusedPlan(told if 'loss_scope="model"' in told else f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
+    # reentrant checkpoints bring a parameter's gradient in several parts
     if findings.reentrant:
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)

@@ -222,11 +222,13 @@ class PartLoader:
                 began.restore()
                 batches = self._first_way()
                 stood.restore()
-        if why_not or (len(self._ways) > 1 and self._ways[0] != self._watched):  # which a later epoch may not fit
+        # settled for later epochs too, unless it is `_watched`: the first batch of a later epoch may draw after all
+        if why_not or (len(self._ways) > 1 and self._ways[0] != self._watched):
             self._ways = self._ways[:1]
             self._tell(why_not)
+        # no batch was left to hand out, so the reader has not put the generators back to where the checkpoint left them
         if first is None and self._skipped is not None:
-            self._skipped()  # nothing was left
+            self._skipped()
         if first is not None:
             yield first
             yield from batches

@@ -115,9 +115,8 @@ def prepare(
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
     branches    as in `Task`
     reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
-                whole where the loader has a collate function of its own or its dataset draws, else the part
-    batch_dim   the dim of a batch's tensors that counts its samples; of tensors with fewer dims, the first. None: the
-                first
+                whole where the loader has its own collate function or its dataset draws; else, and if "fast", the part
+    batch_dim   the dim of a batch's tensors that counts its samples (None: 0); of tensors with fewer dims, the first
     seed        of "fast" draws
     device      where the plan holds the model; None: where the model lies, on an accelerator that of this rank
     check_loss  look at the model on a few samples of the first batch; False: the script vouches for it
@@ -146,7 +145,7 @@ def prepare(
     plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)
     unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
-    if proof is not None and proof.job.plain:
+    if proof is not None and proof.job.plain:  # the one process of a proof, which only records
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
     loss_scope = (proof and proof.job.scope) or loss_scope  # type: ignore[assignment]  # its: a remedy that is tried
     model = as_one(model)
@@ -213,6 +212,7 @@ class Prepared(Stepping):
         scope, randomness = options.loss_scope, options.randomness
         leader = leader_of(loader, self.mesh, randomness, scope)
         self.calls = Calls(model, self.mesh, randomness, self.seed, leader, check=options.check_loss, loss_scope=scope)
+        # "fast" gives up the draws of one process, those of reading too: nothing to watch for
         self._reads: Reads = "part" if options.reads == "auto" and randomness == "fast" else options.reads
         self.loader = self._cut(loader, self.calls, self._reads) if leader is None else loader
         self._own_batches = self.loader if self.loader.is_pushed else None  # deals those that the script makes
@@ -266,7 +266,7 @@ class Prepared(Stepping):
                     f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor "
                     "than the pieces that the plan gave it: add the group before prepare"
                 )
-            if engine is not None:
+            if engine is not None:  # else the first forward makes the engine, and the pieces with it
                 held = optimizers.held_pieces(engine.technique, engine.state.owners, engine.state.names)
                 pieces = ([param] if name not in self._shapes else held.get(name, [])
                           for name, param in zip(names[0], given, strict=True))  # fmt: skip
@@ -341,12 +341,12 @@ class Prepared(Stepping):
             mark_like(slot.master, whole[slot.name])
         self._script_weights.retire((one, now[name]) for name, one in whole.items() if now[name] is not one)
         self.built = options_of(engine)
-        if isinstance(engine.technique, FullShard):
+        if isinstance(engine.technique, FullShard):  # whose refusals then name the script's line
             engine.technique.tell_branches(names_line)
         self._watch_pieces()
         self.calls.pieces = self._pieces
         self.calls.watch(self, engine, gathers=in_pieces or bool(mesh.inner))
-        if self.pending is not None:
+        if self.pending is not None:  # `shardwise.load` came before this first forward
             self._restored(self.pending)
         self._notices.say(self.notices)
 

@@ -59,18 +59,21 @@ def refuse_unguarded(loader: Any) -> None:
     method = (context or multiprocessing).get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[
         0
     ]
+    # forked workers are copies of this process, and import nothing
     if not getattr(loader, "num_workers", 0) or method == "fork":
         return
     file = getattr(sys.modules["__main__"], "__file__", None)
     frame = sys._getframe(1)
     while frame is not None and (frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"):
         frame = frame.f_back  # type: ignore[assignment]
+    # prepare is not called from the top level of a script's file (a notebook, an import): no statement to look at
     if frame is None or file is None or frame.f_globals.get("__file__") != file or not Path(file).is_file():
         return
     statements = ast.parse(Path(file).read_bytes()).body
     before = [statement for statement in statements if statement.lineno <= frame.f_lineno]
     guards = [statement for statement in before if isinstance(statement, ast.If)]
     by_name = any(isinstance(node, ast.Name) and node.id == "__name__" for guard in guards for node in ast.walk(guard))
+    # under an `if`, or behind a test of __name__ that may end a worker, this statement may not run in workers
     if before and before[-1] not in guards and not by_name:
         raise InputError(IMPORTED)
 

@@ -188,6 +188,7 @@ class SampleDraws(TorchFunctionMode):
         """Leave draws alone from here on: they are alike on every rank. Raises `RefusedPlan` where the first draws
         came later than the first steps, in which draws are followed."""
         part, self.part = self.part, None
+        # draws were not followed since `begin`: that there were none shows by the generators
         if self._stood:
             if part is not None and self._stood != generators(current_device()):
                 self._stood = []
@@ -296,6 +297,7 @@ class SampleDraws(TorchFunctionMode):
         names = [argument.name for argument in func._schema.arguments]
         named = _named_arguments(func, args, kwargs)
         of_classes = named.get("num_samples") == rows and named["self"].dim() == 1  # one for each sample
+        # -1: the look at the model saw that this draw belongs to no samples
         if of_classes and self._seen_at((rows,), rows) != -1:
             with draws_of_one_process():
                 return _rows_of(func(**named | {"num_samples": total}), 0, part)
@@ -316,6 +318,7 @@ class SampleDraws(TorchFunctionMode):
         wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
         wide_args, wide_kwargs = tree_map_only(torch.Tensor, whole, (wide_args, dict(kwargs)))
         if not counted:
+            # inside the model an unknown shape may hold samples in a dim that is not recognised; one number holds none
             if self.inside and not _is_scalar(named, sized) and self._seen_at(_shape_of(named, sized), rows) != -1:
                 raise RefusedPlan(self._unknown_rows(func, named, sized, rows))
             return func(*args, **kwargs)
@@ -323,6 +326,7 @@ class SampleDraws(TorchFunctionMode):
             raise RefusedPlan(_BY_VALUES.format(str(func.overloadpacket).removeprefix("aten.")))
         with draws_of_one_process():
             output = func(*wide_args, **wide_kwargs)
+        # drawn in place: this rank's rows go back into the script's tensor
         if func._schema.is_mutable:
             args[0].copy_(wide_args[0][_rows(counted[0], low, rows)])
             return args[0]

@@ -96,6 +96,7 @@ class Loop(Heard, Events):
         super().__init__()
         self.model, self.mesh, self.randomness = model, mesh, randomness
         self.whole: WholeBatch | None = None
+        # with one data rank its batch is the whole batch, whatever the loss_scope
         if loss_scope != "sample" and mesh.data.size > 1:
             self.whole = WholeBatch(mesh.data, mesh.device, spreads=loss_scope == "global")
         self.engine: Engine | None = None
@@ -226,6 +227,7 @@ class Loop(Heard, Events):
             each.used = None if each._spent else each.used
             each.dealt, each._done, each._dim = dealt, False, dim
             each.checksum = zlib.crc32(str(handed.checksum).encode(), each.checksum)
+            # None until the model's first forward, where cuts are derived from that
             if each.engine is not None:
                 each.engine.state.phase.samples = dealt.part.count
         # draws from here on are for this batch's samples, of which the whole batch is drawn
@@ -255,6 +257,7 @@ class Loop(Heard, Events):
             handed = self._first_that_fits(call, trains=trains)
         if handed is None and trains and self._over and now is not None and now.spent:  # trained on after its loop
             handed = self._expected()
+        # `again`: trained on once more after its loop; `beside`: a used batch, or an evaluation, while one still waits
         again = handed is now and now is not None and now.spent and trains and self._over
         beside = now is not None and now.awaits and handed is not None and (handed.spent or not trains)
         if handed is not None and not beside and (again or (handed is not now and (trains or not handed.spent))):

@@ -123,6 +123,7 @@ def adopt(
     zero = engine.plan.sharded
     refuse(nature, zero, named=type(optimizer).__name__)
     if nature.whole and (zero.state or engine.plan.tp > 1):
+        # `axis` None: data ranks hold all elements, and ranks of tp shares
         axis, wholes = shard if zero.state else None, [shapes[name] for name in names]
         owners = OwnedMasters(cast(PieceSlots, technique), names, wholes, axis, engine.state.tensor)
     held = held_pieces(technique, owners, names)
@@ -135,12 +136,14 @@ def adopt(
         olds = [param for group in optimizer.param_groups for param in group["params"]]
         news = [param for group in pieces for param in group]
         state = {new: optimizer.state[old] for old, new in zip(olds, news, strict=True) if old in optimizer.state}
+    # a rank may have no piece of a group, or of any: no optimizer is made of nothing
     filled = [{**_settings(g), "params": p} for g, p in zip(optimizer.param_groups, pieces, strict=True) if p]
     made = _made(optimizer, filled) if filled else None
     for group, params in zip(optimizer.param_groups, pieces, strict=True):
         group["params"] = params
         group.pop("param_names", None)
     optimizer.state.clear()
+    # a constructor may make state (Adagrad's sums) and attributes: those over the pieces replace the script's
     if made is not None:
         optimizer.state.update({**made.state, **state})
         kept = {key: value for key, value in vars(made).items() if key not in _OWN and "hook" not in key}

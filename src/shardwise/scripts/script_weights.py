@@ -84,12 +84,16 @@ class ScriptWeights:
         values: Any = "once" if cuts or self._once or self._once_beside else "own"
         gradient: Any = "whole" if elsewhere or isinstance(engine.technique, Flat) else "later" if later else "own"
         for name, param in prepared.model.named_parameters():
+            # FSDP2's pieces
             if type(param) is DTensor:
                 param.__class__ = self.kind(DTensor, ParameterUse("whole", "sharded"))
+                # a Function of the script's own may send a whole gradient to this piece: it is cut
                 if param.requires_grad and whole is not None:
                     param.register_hook(_cut(weakref.ref(whole), weakref.ref(param)))
+            # shares of tp or ep, or complex numbers held as pairs of real ones
             elif type(param) is nn.Parameter and (name in cuts or name in state.pairs):
                 param.__class__ = self.kind(nn.Parameter, ParameterUse("whole", "share" if name in cuts else "pairs"))
+            # whole here: a frozen one has no gradient to answer for, and its values are as they lie
             elif type(param) is nn.Parameter and param.requires_grad:
                 param.__class__ = self.kind(nn.Parameter, ParameterUse(gradient, values))
 
@@ -133,7 +137,8 @@ class ScriptWeights:
         # the engine's own read, or the model's: the gradient as torch has it
         if self._passes_gradient(use):
             return _GRAD.__get__(param)
-        if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:  # which scales the pieces
+        # a piece in the optimizer's groups; torch's GradScaler alone may read it, to scale it
+        if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:
             refuse(RefusedPlan(_PIECE.format(".grad")))
         # the plan has not added it up yet
         if use == "later":
@@ -162,24 +167,29 @@ class ScriptWeights:
         """Returns what a function of torch gives for these arguments, parameters among them."""
         name = getattr(func, "__name__", "")
         again = _in_backward() and any(isinstance(one, DTensor) for one in tensors_in((args, kwargs)))
-        if (self.gate.is_open and not again) or name == "__hash__":  # else by the script: FSDP's own reads no values
+        # a backward opens the gate, yet a recomputed forward may read weights there; FSDP's own calls read no values
+        if (self.gate.is_open and not again) or name == "__hash__":
             return func(*args, **kwargs)
         args, kwargs = replaced(nn.Parameter, lambda param: vars(param).get("successor", param), (args, kwargs))
         uses = {type(one).script_use.values for one in tensors_in((args, kwargs)) if hasattr(type(one), "script_use")}
         if "never" in uses and reads_values(func):
             refuse(RefusedPlan(_PIECE.format(name or str(func))))
         if func is torch.autograd.grad and uses & _PIECES:
+            # a Function's own backward passes these on to the pieces; elsewhere they are one rank's alone
             if again:
                 return self._whole.taken(*args, **kwargs)
             refuse(RefusedPlan(TAKEN))
-        # of another unit than the one that holds them
+        # read in the forward of another unit than the one that holds it, where it is not gathered
         in_forward = "sharded" in uses and (again or self._calls.in_forward)
         if in_forward and func == torch.Tensor.data.__set__:
             return self._whole.assign(*args)
-        in_forward = in_forward and reads_values(func) and func != torch.Tensor.data.__get__  # to assign it
+        # `param.data` alone is read to be assigned
+        in_forward = in_forward and reads_values(func) and func != torch.Tensor.data.__get__
+        # the script's own code, or the forward of another unit: computed of the whole weight, gathered for it
         if in_forward or (uses & _PIECES and not self._runs()):
             assert self._whole is not None
             return names_line(self._whole.outside)(func, args, kwargs)
+        # what is followed reads the module's attribute, which gives a part: this function has the bare share
         if "share" in uses and reads_values(func):
             refuse(RefusedPlan(_OF_A_SHARE.format(name or func)))
         if "once" in uses:

@@ -147,6 +147,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     else:
         # registered pytrees of a library, and dataclasses that are none
         inside = [leaf for leaf in tree_flatten(output)[0] if leaf is not output]
+        # a dataclass that no pytree is registered for
         if dataclasses.is_dataclass(output) and not (inside or isinstance(output, type)):
             inside = [getattr(output, field.name) for field in dataclasses.fields(output)]
     for each in inside:

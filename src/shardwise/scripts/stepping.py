@@ -94,7 +94,7 @@ class Stepping(OverRanks):
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
         over all ranks. What a loss is said to be is believed here; `shardwise verify` proves it.
         """
-        if self.side is not None:
+        if self.side is not None:  # a proof ends the script here once it has seen enough
             self.side.recorder.may_go_on()
         refuse_call(loss, options)
         check_loss(loss)
@@ -106,6 +106,7 @@ class Stepping(OverRanks):
         together = self._together(also)
         for script in together:
             script._ready()
+        # zero=3 and cut weights or positions: every rank is needed for a backward
         if self.calls.gathers:
             self._passes("prepared.backward(...)")
         engine, part = self.engine, self._part_of(loader)
@@ -305,11 +306,13 @@ class Stepping(OverRanks):
         """Returns the result of `inner`, the optimizer's own step, run over this rank's pieces. Collective."""
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
+        # the plan's own pieces come back for the step; after it the script sees whole tensors again
         if self.whole_is_open:
             assert self._whole_weights is not None
             with self._whole_weights.paused():
                 return self._step(inner, closure)
         self._refuse_stray("optimizer.step()")
+        # ranks gather or exchange pieces within a step, so all must come to it
         if self.calls.gathers or self._pieces:
             self._passes("optimizer.step()")
         if self.meeting is not None:
@@ -351,6 +354,7 @@ class Stepping(OverRanks):
                 run_hooks(self.optimizer, hooks[0], lambda: self.whole(grads=True))
                 with self._gate.open():
                     self._whole_gradients.put_back()
+            # an optimizer asked to step over gradients that are not finite: raises, unless a loss scaler expects it
             if self._tally is not None and not self._usable and self._result is not None:
                 with self._gate.open():
                     not_finite(engine.state, self._result, _SKIP)
@@ -393,7 +397,7 @@ class Stepping(OverRanks):
 
         Weights that another optimizer trains keep their gradients until it takes them away.
         """
-        # one of several optimizers of the model: only its weights' gradients go
+        # one of several optimizers of the model: only its weights' gradients go, unless stray ones came, which all go
         others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
         if others and self._tally is not None and not self.calls.stray:
             self._flush()

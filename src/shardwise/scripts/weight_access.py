@@ -229,10 +229,11 @@ class WeightAccess(ABC):
 
     def _take_written(self) -> None:
         """Copy what the script wrote into the model's weights into the optimizer's own tensors (masters)."""
-        # replicas: masters are the model's own parameters
-        if self._engine is None or self._whole_weights is None:  # masters are the model's own parameters
+        # masters are the model's own parameters: there is nothing to copy
+        if self._engine is None or self._whole_weights is None:
             return
         technique, owners = self._engine.technique, self._engine.state.owners
+        # only zero=3 is told of writes (`may_have_written`); others look each time
         told = not isinstance(technique, FullShard) or technique.written
         # under FSDP2 masters follow a gather, in which every rank takes part
         if owners is not None and told and isinstance(technique, FullShard) and self.meeting is not None:

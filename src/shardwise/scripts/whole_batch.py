@@ -151,6 +151,7 @@ class WholeBatch:
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:
         """Returns one output leaf for all samples; without samples (`rows` None) itself, its gradient summed."""
+        # a plain value is the same on every rank; another object may hold tensors, which would not be gathered
         if not isinstance(leaf, torch.Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf

@@ -50,6 +50,7 @@ def open_doors(prepared: Any) -> None:
     @names_line
     def state_dict(self: Optimizer) -> dict[str, Any]:
         engine = prepared.held_in_pieces
+        # every rank holds whole state: the optimizer's own method
         if engine is None:
             return kind.state_dict(self)
         _refuse_in_whole(prepared, "optimizer.state_dict()")
@@ -69,6 +70,7 @@ def open_doors(prepared: Any) -> None:
         with prepared.plainly():
             return put(engine.state, self, *_named(state, prepared.all_names))
 
+    # schedule-free optimizers have other weights in each mode
     for name in ("train", "eval") if has_mode(optimizer) else ():
         vars(optimizer)[name] = _switching(prepared, getattr(kind, name))
     for door in (step, zero_grad, add_param_group, state_dict, load_state_dict):
@@ -158,6 +160,7 @@ def put(
 ) -> None:  # fmt: skip
     """Put whole state, given by parameter, into an optimizer that holds this rank's pieces. Nothing is sent."""
     names = {id(slot.master): (slot.name, slot.whole) for slot in state.technique.slots}
+    # owners hold whole masters, which the optimizer's groups list in place of the slots' pieces
     if state.owners is not None:
         names = {id(master): (state.names[index], True) for index, master in state.owners.masters.items()}
     local: dict[Any, Any] = dict(rest or {})
@@ -176,6 +179,7 @@ def put(
     for group, loaded in zip(held, optimizer.param_groups, strict=True):
         group.update(loaded)
     optimizer.param_groups = held  # torch makes others, and a wrapper of the script's may hold these
+    # what was loaded lies in memory: back to the tier in which the plan keeps it
     if state.tier is not None:
         state.tier.settle_all()
 

@@ -141,15 +141,19 @@ class WholeWeights:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        # shape and the like are asked of the whole weight, which is not gathered for it
         if name in _ABOUT or (name == "__get__" and attribute in _ATTRIBUTES):
             return func(*replaced(torch.Tensor, lambda t: self.meta(t) if id(t) in self.names else t, args), **kwargs)
         if name.startswith("new_"):  # of its dtype and device alone
             return func(*replaced(DTensor, DTensor.to_local, args), **kwargs)
+        # hooks and requires_grad_ go to the piece itself
         if not reads_values(func):
             return func(*args, **kwargs)
         target = (kwargs.get("out"), (*args, *kwargs.values())[0] if writes_into(name) else None)
+        # a gathered copy would take the write, and be dropped
         if name == "__set__" or any(id(one) in self.names for one in tensors_in(target)):
             raise RefusedPlan(OUTSIDE.format(attribute or name))
+        # these give a hold on the weight's memory, and would give one on a copy's
         if attribute == "data" or name == "detach":
             raise RefusedPlan(READ.format(attribute or name))
         return self._computed(func, args, kwargs)
@@ -203,6 +207,7 @@ class WholeWeights:
         made = torch.autograd.grad(outputs, asked, *args, allow_unused=True, **kwargs)
         gradients = list(made[: len(pieces)])
         for at, whole in zip(there, made[len(pieces) :], strict=True):
+            # None: not used as its unit gathered it; of a weight used in both ways the two gradients add up
             if whole is not None:
                 share = self.cut(pieces[at], whole)
                 gradients[at] = share if gradients[at] is None else gradients[at] + share
@@ -229,6 +234,7 @@ class WholeWeights:
     def cut(self, piece: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Returns this rank's piece of a whole weight's gradient, of which other ranks' summands are added for FSDP."""
         script = self._script
+        # FSDP2 sums what its units' backwards bring; this comes beside them, so summands of other ranks are added here
         if isinstance(piece, DTensor):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             all_reduce(gradient, script.mesh.gradients, "gradients")
@@ -301,6 +307,7 @@ class WholeWeights:
     def _filled(self) -> dict[str, torch.Tensor]:
         """Returns {name: whole weight}: a `WholeWeight` for a piece or narrower weight, else itself. Collective."""
         for name, param in self._params.items():
+            # its module has it whole and in full precision already
             if not self._state.precision.mixed and not isinstance(param, DTensor) and self._is_whole(param):
                 continue
             value = self.value(name)
@@ -380,6 +387,7 @@ class WholeWeights:
                 tensor.copy_(drawn)
         with script._gate.open(), script._state_gate.open():
             same_given("the end of prepared.whole()", changed, script.mesh.world, script.mesh.device)
+            # none where the optimizer's state alone is in pieces: the script wrote into the weights themselves
             if weights:
                 load_state_dict(self._state, self._under_own_names(weights), strict=False)
                 script.may_have_written()

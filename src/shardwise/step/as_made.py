@@ -77,6 +77,7 @@ class AsMade:
             if not (self._flat and flat is not None):
                 self.norms[id(slot.master)] = norms_of([slot.master.grad])
             group = self._group_of.get(id(slot.master))
+            # a weight that a block run again still reads (`_late`) is updated after backward, as ever
             if group is not None and id(slot.master) not in self._late:
                 self._came[group] += 1
                 if self._factor is not None and self._came[group] == len(self._params(group)):
@@ -93,6 +94,7 @@ class AsMade:
         """Divide the gradients of a sub-group by `1 / factor`, step over it, and free them."""
         params, place = self._params(group), len(self._order)
         if factor != 1.0:
+            # sub-groups come in the order of the last step: the state of the next one is read meanwhile
             torch._foreach_mul_([param.grad for param in params if param.grad is not None], factor)
         following = self._before[place + 1 : place + 2] if self._before[place : place + 1] == [group] else []
         self._state.tier.update(group, self._state.optimizer.step, *following, kept=self._kept)

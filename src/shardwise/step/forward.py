@@ -205,6 +205,7 @@ def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
         if isinstance(index, torch.Tensor) and isinstance(names.get("weight"), torch.Tensor):
             lookup = index, names["weight"].shape[0]
         frame = frame.tb_next
+    # no embedding or product on its table was being indexed: this is another IndexError
     if lookup is None or lookup[0].is_floating_point():
         return None
     index, rows = lookup

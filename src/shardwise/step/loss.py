@@ -76,7 +76,8 @@ def is_second_backward(error: BaseException) -> bool:
 
 
 def loss_on(task: Task, output: Any, batch: Any) -> Loss:
-    """Returns the task's loss of an output, checked. An error of it gets a note on an output that is no tensor."""
+    """Returns the task's loss of an output, checked. A TypeError or AttributeError of it gets a note on
+    what it was given: an output that is no tensor, or for a loss module a batch that is none."""
     try:
         returned = task.loss(output, batch)
     except (TypeError, AttributeError) as error:

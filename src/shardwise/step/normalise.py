@@ -60,12 +60,14 @@ def square_norm(state: RankState, *, changed: bool = False) -> torch.Tensor:
     () float64 on the device: the host reads it with the control row.
     changed   a script may have given masters other gradients than the sums over ranks
     """
+    # plan.deterministic: one sum over whole gradients, whose order does not depend on ranks
     if state.order is not None:
         return _whole_square_norm(state)
     flat = None if changed else _as_summed(state)
     if flat is not None:
         return _sum_of_squares(flat, state.device)
     slots = _counted_slots(state)
+    # gradients were freed within backward, and the norms of the flat tensors they lay in were noted
     if state.as_made is not None and (flats := state.as_made.flats):
         return _summed([norm for number in sorted(flats) for norm in flats[number]], state.device)
     # without shares every gradient of this rank counts
@@ -189,7 +191,8 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     # An infinite loss is no overflow of gradients: a smaller scale would not mend it.
     if scale is not None:
         scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
-    if not finite and state.on_nonfinite != "use":
+    if not finite and state.on_nonfinite != "use":  # "use": one measures, and no update is refused
+        # raises, unless a loss scaler expects an overflow
         if state.on_nonfinite != "skip":
             not_finite(state, result)
         return result, False
@@ -213,7 +216,7 @@ def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
         raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT.format(skip))
-    # weights are looked at in step 0 alone: uninitialised ones are the user's likeliest mistake there
+    # weights are looked at in step 0 alone, if no update has moved them: uninitialised ones are the likeliest mistake
     unset = None if state.steps_done or state.as_made is not None else _first_bad(state, lambda slot: slot.master)
     if unset:
         raise NotFinite(

@@ -179,6 +179,7 @@ class OwnedMasters:
                 # what tp leaves whole every rank has already: a copy would cost memory, and drift from the weight
                 self.masters[index] = self._slot[index].master
                 self._own.add(index)
+            # gathered on every rank, which takes part in each gather; one keeps it
             elif self._owns(index):
                 self.masters[index] = nn.Parameter(whole.detach().to(self._home, copy=True))
         self._over_shards = self._shards(shard, shapes, kinds) if shard is not None else None

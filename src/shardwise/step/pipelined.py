@@ -62,6 +62,7 @@ def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
                 row.run(op, done + op.microbatch, last=ends and place == final)
         done += schedule.microbatches
     staged.mail.flush()
+    # set where forwards take gradients over a stage's boundary: what they asked for in this step is dropped
     if staged.serving is not None:
         staged.serving.clear()
     staged.staged.on_enter = None
@@ -210,6 +211,7 @@ class _Row:
         gradients: list[torch.Tensor | None] = [None]
         if op.stage < self.staged.last:
             # The next stage may ask for more of the forward's own gradients before it has the outputs' gradients.
+            # only where forwards take gradients themselves, over a stage's boundary
             if self.staged.serving is not None:
                 with drawing(self.state):
                     self.staged.serving.until_end(op.stage, index)
@@ -217,6 +219,7 @@ class _Row:
             # what the next stage's backward did not reach: zeros in its place would have the optimizer move weights
             saved.outputs = [o for o, g in zip(saved.outputs, gradients, strict=True) if g is not None]
             gradients = [gradient for gradient in gradients if gradient is not None]
+        # the forward took gradients itself: its tape adds tensors to go back from; the stage before may stop serving
         if saved.tape is not None and self.staged.serving is not None:
             with drawing(self.state):
                 saved.outputs, gradients = saved.tape.last(saved.outputs, gradients)
@@ -282,6 +285,7 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
     shapes = state.shapes()
     for number, name in enumerate(staged.cut.tied):
         index = index_of.get(name)
+        # no stage of this rank holds it, or no rank's backward reached it on any stage
         if index is None or index not in used:
             continue
         gradient = gathered_alone(technique.full_gradient(index))
@@ -300,6 +304,7 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
             continue
         select = getattr(technique, "select", None)
         piece = total if select is None else select(index, total, state.mesh.shard.index)
+        # only another stage's backward reached it
         if slot.master.grad is None:
             slot.master.grad = torch.zeros_like(slot.master)
         slot.master.grad.copy_(piece.reshape(slot.master.grad.shape))

@@ -73,6 +73,7 @@ class StagedForward(Forward):
             return self.module(*args, **kwargs)
 
         output = self.staged.run(index, inbox, run, tape)
+        # a loss may write into the output, which must not be a tensor that was received, a leaf of this stage's graph
         if index == self.last:
             output = _to_be_written(output, {id(leaf) for leaf in self.staged.taken})
         # what the last stage makes is the output, which the loss differentiates

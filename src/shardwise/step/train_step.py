@@ -63,6 +63,7 @@ def _step(state: RankState, parts: list[Share]) -> StepResult:
     """Returns the result of one step: gradients, and an update where they are usable. Collective."""
     if state.needs_closure:
         return _with_closure(state, parts)
+    # only a tier whose updates within backward can be taken back (`undo`) needs what the step began with
     before = Before(state) if state.tier is not None and state.tier.undo is not None else None
     try:
         result, usable = gradients(state, parts)
@@ -82,8 +83,10 @@ def _standing(
 ) -> tuple[StepResult, bool]:
     """Returns what `gradients` did where updates within it stand; else takes these back, and repeats it if usable."""
     assert state.tier is not None
+    # no update is to be done: those within backward are taken back
     if not usable:
         state.tier.take_back()
+    # what was updated within backward was not clipped, and would have been: the step is repeated with its factor
     elif (clip := clipped_late(state, result)) is not None:
         state.tier.take_back()
         before.put_back(state)
@@ -100,6 +103,7 @@ def gradients(state: RankState, parts: list[Share], clip: float | None = None) -
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
+    # clip None: a first run; else the repeat that clips by what the first run told
     if state.as_made is not None:
         state.as_made.forget(clip)
     first = state.steps_done == 0
@@ -122,6 +126,7 @@ def gradients(state: RankState, parts: list[Share], clip: float | None = None) -
     try:
         return complete(state, tally)
     except NotFinite as error:  # raised on every rank, so that all look into their batches
+        # updates within backward are taken back; a repeat (`clip`) comes after a first run that was finite
         if clip is None and state.tier is not None and state.tier.undo is not None:
             state.tier.take_back()
         raise name_bad_input(state, parts, error) from None
@@ -176,6 +181,7 @@ def update(state: RankState, step: Callable[[], T]) -> T | None:
     """Run the optimizer's `step` where its tensors are whole enough, and publish; returns its result. Collective."""
     with state.hooks.inside("update"):
         reach("update", subject=state)
+        # an optimizer that needs whole tensors steps over those that this rank owns
         if state.owners is not None:
             state.owners.collect_gradients(state.used)
         result = step() if state.tier is None else state.tier.step(step)

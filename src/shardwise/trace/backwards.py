@@ -48,6 +48,7 @@ def watch_backwards(around: Around) -> Callable[[], None]:
 
     def end() -> None:
         watched.watchers.remove(around)
+        # somebody may have put a function of their own around it since, which stays
         if not watched.watchers and torch.autograd._engine_run_backward is watched:
             torch.autograd._engine_run_backward = watched.run
 

@@ -59,6 +59,7 @@ class _Recorder(TorchDispatchMode):
         result: Any = first
         self.paused = True
         try:
+            # a tensor with values gets new ones now: the constructor may read them
             if storage_key(first) not in self.tape.deferred:
                 result = function(*args, **kwargs)
             elif state is not None:  # its next draw is to be what it would be had this one been made
@@ -137,6 +138,7 @@ class _Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
         if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             return self._defer(func, args, kwargs)
+        # its inputs have values, or it is no factory: computed as it is
         if inputs or "device" not in _argument_names(func):
             return func(*args, **kwargs)
         # a factory: on the meta device first, which says how large its result would be

@@ -84,7 +84,7 @@ class Fake(FakeTensorMode):
                 return NotImplemented  # a share of a tensor: what its rule does is asked next
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for more often than anything is computed
-        if func is torch.ops.aten._grouped_mm.default:
+        if func is torch.ops.aten._grouped_mm.default:  # torch's own rule for its shape takes bfloat16 alone
             return _grouped(self, *args, **(kwargs or {}))
         if not _of_metadata(func):
             if func.namespace == "profiler":
@@ -92,8 +92,10 @@ class Fake(FakeTensorMode):
             return self._by_torch(func, types, args, kwargs)
         tensors: list[FakeTensor] = []
         look = self._look(func, args, kwargs, tensors)
+        # None in the table: torch has to be asked each time
         if look is not None and (answer := _results.get(look)) is not None:
             return self._answer(answer, tensors)
+        # met for the first time: torch's answer is noted, if it can be given again from the arguments
         first = look is not None and look not in _results
         output = self._by_torch(func, types, args, kwargs, first)
         if look is not None and first:
@@ -101,6 +103,7 @@ class Fake(FakeTensorMode):
             answer = self._noted(tensors, output) if kept and _may_be_noted(func, tensors) else None
             if len(_results) >= MOST:
                 _results.clear()
+            # None too where the table would give another answer than torch did
             _results[look] = answer if answer is not None and self._same(answer, tensors, output) else None
         return output
 
@@ -238,7 +241,7 @@ def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
     places = [place for place, tensor in enumerate(tensors) if storage_key(tensor) == storage_key(leaf)]
     # which of two tensors that share their memory it follows is not seen, nor what a complex view is
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
-        return None  # which of two that share their memory it follows is not seen here
+        return None
     seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.fake_device)
     if not places:
         return seen

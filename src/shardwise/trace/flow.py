@@ -178,6 +178,7 @@ class Flow:
         # else an operation whose result stays in an attribute of the module would keep it alive
         self.last_use = [-1] * len(self.made)
         for op in self.ops:
+            # what Python reads decides what the forward does, so it counts as used
             if op.reads_value or not self.reaching.isdisjoint(op.makes):
                 for number in op.reads:
                     self.last_use[number] = op.time

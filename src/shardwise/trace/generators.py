@@ -40,7 +40,7 @@ def put_back(generator: Any, state: bytes) -> None:
 
 @contextmanager
 def standing_at(generator: Any, state: Any) -> Iterator[None]:
-    """Context: a generator stands where it did inside, and afterwards where it does now."""
+    """Context: the generator is at `state` inside, and afterwards back where it is now."""
     now = state_of(generator)
     put_back(generator, state)
     try:

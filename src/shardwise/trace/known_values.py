@@ -194,6 +194,7 @@ class Values(TorchDispatchMode):
 
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
         """Returns an op's result, with values, where all its tensors have values or it has none (a factory)."""
+        # a draw has no value to compute; a factory of too many numbers would take too long
         if is_random(func) or (not leaves and not _makes_values(func, args)):
             return self._draw(func, args, kwargs)
 

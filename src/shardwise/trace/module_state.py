@@ -146,7 +146,7 @@ class ModuleState:
             self.outside.restore()
         for (child, table), before in zip(self.tables, self._keys, strict=True):
             for key in _keys(child, table):
-                if key not in before:
+                if key not in before:  # the forward has added it
                     del table[key]
         for table, key in self._absent:
             table.pop(key, None)

@@ -67,6 +67,7 @@ class Recorder(TorchDispatchMode):
             self._keep(tensor)
             return self.number_of[id(tensor)]
         number = self._new(tensor, made=-1, depends=id(tensor) in self.is_parameter, drawn=False)
+        # a forward before this one has made it and left it behind; parameters are there in any case
         if (source := self._source(tensor)) is not None and number not in self.parameters:
             self.carried[number] = source
         return number
@@ -213,6 +214,7 @@ class Recorder(TorchDispatchMode):
                 self.depends.append(depends or self.depends[old])
                 self.drawn.append((drawn or self.drawn[old]) and not (depends or self.depends[old]))
                 self.last_use.append(-1)
+                # after a write its size is still that which values decided
                 if old in self.sized:
                     self.sized.add(renumbered[old])
                 for table in (self.parameters, self.buffers):

@@ -195,11 +195,13 @@ class Reached:
             # functions, methods and partials reach more
             elif isinstance(value, FunctionType | MethodType | partial):
                 self._of_function(value)
+            # a container; larger ones are data, not state of a forward, and would take too long to compare
             elif isinstance(value, CONTAINERS) and entries(value) <= MOST:
                 self.objects[id(value)] = (name, value)
             # its attributes may change, and its methods may reach more: those named in the code alone, and `__call__`
             elif _is_object(value) and id(value) not in self._seen:
                 self._seen.add(id(value))
+                # a comparison takes what can be called for code (`PassedState`): its attributes are noted in its place
                 self.objects[id(value)] = (name, vars(value) if callable(value) else value)
                 for base in type(value).__mro__:
                     self._of_class(base, None if used is None else used | {"__call__"})
@@ -211,13 +213,14 @@ class Reached:
             return
         self._followed.add((kind, used))
         self.classes[kind] = None
-        if issubclass(kind, torch.autograd.Function):  # its gradient need not be one sample's alone
+        if issubclass(kind, torch.autograd.Function):  # its backward may mix samples, which no output shows
             self.own_backwards.append(f"the backward of '{kind.__name__}'")
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType | staticmethod | classmethod | property):
                 # a property's getter is a function too
                 if used is None or name in used:
                     self._of_function(value.fget if isinstance(value, property) else value)
+            # dunders are Python's own; of other values those count that can be put back
             elif not name.startswith("__") and (isinstance(value, _VALUES) or is_own(value)):
                 self.places[id(kind), name] = (kind, name)
                 self._of_values(name, [value], used)
@@ -271,8 +274,8 @@ class OutsideState:
             # the same object again, not a copy: others may hold it
             if _read(owner, name) is not value:
                 _remove(owner, name) if value is _ABSENT else _write(owner, name, value)
-        # attributes that a class has got since are taken away
-        for kind, before in self._classes:  # attributes that a class has got since go
+        # functions and dunders that a class has got since are code, and stay; plain values are taken away
+        for kind, before in self._classes:
             for name in vars(kind).keys() - before:
                 if isinstance(vars(kind)[name], _VALUES) and not name.startswith("__"):
                     delattr(kind, name)

@@ -93,6 +93,7 @@ class OwnCalls(TorchFunctionMode):
     def _call(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Returns the result of a call of torch by the forward that runs, which is noted under its spot."""
         whose, counts = self._forwards[-1]
+        # nobody's code: a gradient that the forward takes, or what pipeline stages exchange
         if whose is None:
             return func(*args, **kwargs)
         place = _place_of(sys._getframe(2))
@@ -100,6 +101,7 @@ class OwnCalls(TorchFunctionMode):
         if self.before is not None:
             self.before(whose, spot, name)
         output = func(*args, **kwargs)
+        # without a tensor there is nothing to find again, so the call is not counted either
         if tensors_in(output):
             self.note(whose, spot, name, output)
             counts[place] += 1

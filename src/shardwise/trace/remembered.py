@@ -43,7 +43,6 @@ def contents(value: Any, *, tensors: bool = True, deep: int = DEEP) -> Any:
     # code is not compared, nor what lies deeper than `deep`
     if not deep or isinstance(value, nn.Module | type) or callable(value):
         return None
-    # modules, classes and functions are code; what lies deeper than `deep` is taken as unchanged
     below = [contents(item, tensors=tensors, deep=deep - 1) for item in _items_of(value)]
     if isinstance(value, dict):
         return [*map(str, value)], below

@@ -53,6 +53,7 @@ def _change_in(holder: Any, change: Change, seen: set[int], deep: int) -> None:
     fields = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", None)
     if isinstance(holder, tuple):
         fields = dict(enumerate(holder))  # which cannot be changed, but for what lies deeper
+    # an object without attributes (slots) or a set: nothing in it is looked at
     if fields is None:
         return
     for key, value in list(enumerate(fields) if isinstance(fields, list) else fields.items()):

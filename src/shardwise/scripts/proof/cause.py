@@ -254,26 +254,26 @@ def _of_gradients(sides: Difference, step: int, kinds: set[str]) -> Cause | None
     form = next(iter(many.forms), "mean")
     expected, found_there = (_vector(each.gradients, single.gradients) for each in (single, many))
     factor = _factor(found_there, expected)
-    if not many.losses and single.losses:
+    if not many.losses and single.losses:  # ranks took gradients by themselves
         return _cause("own_backward")
     # all micro-batches of a rank together, but where a script weighs each as it likes
     for one_by_one in (False, True)[sides.foreign :]:
         asked = [(rank, part) for rank, each in enumerate(ranks) for part in _parts(each.locals, one_by_one)]
         locals_ = [_vector(part, single.gradients) for _, part in asked]
-        if not locals_ or len({rank for rank, _ in asked}) < len(ranks):
+        if not locals_ or len({rank for rank, _ in asked}) < len(ranks):  # some rank's own gradients are not known
             return _by_factor(factor, kinds, form, sides)
         shares, rest = _fit(locals_, expected)
         if rest <= NEAR:
             break
     # one process's gradient is a sum of ranks' own: which sum did the optimizer step on?
     there, missing = _fit(locals_, _vector(ranks[0].gradients, single.gradients))
-    if rest > NEAR:
+    if rest > NEAR:  # no sum of the ranks' own, unless one factor explains all
         scaled = factor is not None and abs(factor - 1) > NEAR
         return _by_factor(factor, kinds, form, sides) if scaled else _not_a_sum(sides, step, rest)
-    if missing > NEAR:
+    if missing > NEAR:  # the optimizer's gradient is no sum of the ranks' own
         return _cause("gradient_written")
     lost = [rank for (rank, _), a, b in zip(asked, there, shares, strict=True) if abs(a) < NEAR < abs(b)]
-    if lost:
+    if lost:  # one process's gradient has this rank's, the optimizer's has not
         return _cause("share_missing", lost[0])
     return _weighed(sides, step, shares, there, form)
 
@@ -286,11 +286,11 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
     size = sides.plan.data_ranks
     ratios = [b / a if a else 0.0 for a, b in zip(single, ranks, strict=True)]
     alike = max(ratios) - min(ratios) <= NEAR * abs(max(ratios))
-    if form == "mean" and all(abs(share - 1) < NEAR for share in single):
+    if form == "mean" and all(abs(share - 1) < NEAR for share in single):  # sums add up unweighted
         return _cause("sum_not_divided")
     if alike:
         return _by_factor(ratios[0], {"gradient"}, form, sides)
-    if form == "weight" and min(ratios) > 1.5:
+    if form == "weight" and min(ratios) > 1.5:  # one process divides 1 mean by W, n ranks n means
         return _cause(
             "weight_of_mean", f"gradients are {min(ratios):.3g} to {max(ratios):.3g} times those of one process"
         )
@@ -317,7 +317,7 @@ def _by_factor(factor: float | None, kinds: set[str], form: str, sides: Differen
         return _cause("sum_not_divided")
     if form == "sum" and abs(factor - size) < NEAR and size > 1:
         return _cause("mean_as_sum")
-    if form == "weight" and abs(factor - size) < 0.25 * size and size > 1:
+    if form == "weight" and abs(factor - size) < 0.25 * size and size > 1:  # "about": ranks' weights may differ
         return _cause("weight_of_mean", f"every gradient is {factor:.3g} times that of one process")
     if abs(factor) <= NEAR:  # nothing was reduced
         return _cause("own_backward")
@@ -338,7 +338,7 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
         return _cause("uneven_only", step, samples)
     if before and step not in single.drew:  # equal in earlier steps, and nothing is drawn: something is kept
         return _cause("kept", step)
-    tried = "" if sides.foreign else _tried(sides.cures)
+    tried = "" if sides.foreign else _tried(sides.cures)  # no prepare, no loss_scope
     return _cause("draws", step, tried) if step in single.drew else _cause("loss_scope", rest, tried)
 
 
@@ -355,7 +355,7 @@ def _other_samples(sides: Difference) -> int | None:
     copies = len(sides.ranks) / max(1, sides.plan.data_ranks)
     for number, mine in enumerate(sides.single.steps):
         theirs = [rank.steps[number] for rank in sides.ranks if number < len(rank.steps)]
-        if len(theirs) < len(sides.ranks) or not mine.content:
+        if len(theirs) < len(sides.ranks) or not mine.content:  # a rank ended early, or no batch was told
             continue
         total = sum(each.content for each in theirs) / copies
         whole = [each.content for each in theirs]  # every rank has all samples

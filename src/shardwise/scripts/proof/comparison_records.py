@@ -116,7 +116,8 @@ def _deviations(
 
 
 def _named(model: int, name: str, several: bool) -> str:
-    """Returns a name with its model's number: "exp_avg of model 2: weight"."""
+    """Returns 'exp_avg of weight' of `model` 1, counted from 0, as 'exp_avg of model 2: weight'; as it is unless there
+    are `several` models."""
     key, of, param = name.rpartition(" of ")
     return f"{key}{of}model {model + 1}: {param}" if several else name
 
@@ -198,6 +199,7 @@ def judge(
         _compare_saved(parity, single, many)
         _compare_beside(parity, single, ranks)
     unmet = [words for what, words in MEETS.items() if what not in single.met]
+    # of a foreign script torch's hooks cannot see all of these
     if unmet and not foreign:
         parity.notes.append(f"scope: in these {steps} steps {', '.join(unmet)}")
     if {"an evaluation", BESIDE} <= single.met and SUMMED not in single.met:

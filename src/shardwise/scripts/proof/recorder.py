@@ -336,6 +336,7 @@ BLOCKS = 256
 def sketch(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a float64 copy of a small tensor on the CPU; of a larger one `BLOCKS` sums of its elements with signs."""
     values = tensor.detach()
+    # sparse and other layouts have no flat elements
     if values.layout is not torch.strided:
         values = values.to_dense()
     if values.numel() <= WHOLE:
@@ -348,7 +349,7 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     full = flat.numel() // length
     sums = torch.zeros(BLOCKS, dtype=torch.float64)
     sums[:full] = (flat[: full * length].view(full, length).to(torch.float64) @ signs).cpu()
-    if rest := flat.numel() - full * length:
+    if rest := flat.numel() - full * length:  # elements of the last, shorter run
         sums[full] = (flat[full * length :].to(torch.float64) @ signs[:rest]).cpu()
     return sums
 
@@ -381,6 +382,7 @@ class FirstAndLast:
 def shortened(loader: Any, recorder: ScriptRecorder) -> Any:
     """Returns the loader, whose epochs have become short in place where the proof asks for it."""
     count = recorder.job.shorten
+    # a subclass may iterate in its own way, whatever its batch_sampler
     if count is None or type(loader) is not DataLoader or loader.batch_sampler is None:
         return loader
     if isinstance(loader.batch_sampler, FirstAndLast):  # the loader of a second model
@@ -389,6 +391,7 @@ def shortened(loader: Any, recorder: ScriptRecorder) -> Any:
         many = len(loader.batch_sampler)
     except TypeError:
         many = 0
+    # 0, a length that is not known, is not shortened
     if many > ENDLESS:
         recorder.record.notices.append(f"scope: epochs of {many} batches were begun, and none came to its end")
     elif many > count + 1:

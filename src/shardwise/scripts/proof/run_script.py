@@ -47,6 +47,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
     """Returns what the script did in this process; an error of it is in the record. Collective on ranks."""
     recorder = ScriptRecorder(asked)
     with ExitStack() as inside:
+        # None: --cwd was given, so the script runs in that folder for real
         if asked.scratch is not None:
             inside.enter_context(Scratch(asked.folder, asked.scratch, asked.path))
         else:
@@ -58,6 +59,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
         if asked.hooks != "none":
             import torch.distributed.optim  # noqa: F401  # compiles functions of torch that are replaced below
 
+            # the one beside only listens: it never ends the script
             beside = ScriptRecorder(replace(asked, limit=None, epochs=None))
             inside.enter_context(TorchHooks(recorder if asked.hooks == "alone" else beside))
             recorder.record.seen = beside.record if asked.hooks == "beside" else None
@@ -75,6 +77,7 @@ def run_in_proof(asked: ScriptJob) -> ScriptRecord:
             if not asked.plain:
                 raise
             recorder.record.failed = _failure_of(error, asked, said)
+        # torch's hooks know a parameter by its place in an optimizer; `prepare` knows its name
         if recorder.record.seen is not None:
             recorder.record.seen.names = [_names_of(optimizer, recorder.models) for optimizer in beside.models]
     return recorder.record
@@ -152,7 +155,7 @@ def _failure_of(error: BaseException, asked: ScriptJob, said: TextIO) -> tuple[s
     # argparse ends a script by SystemExit, and says why on stderr
     if isinstance(error, SystemExit):
         said.seek(0)
-        return ": ".join([what, *said.read().strip().splitlines()[-1:]]), ""  # argparse says why on stderr
+        return ": ".join([what, *said.read().strip().splitlines()[-1:]]), ""
     there = Path(asked.folder, named) if asked.stands_in and isinstance(named, str) else None
     # the file is there, but not where a proof's copy of the folder looks
     if isinstance(error, FileNotFoundError) and there is not None and there.exists():

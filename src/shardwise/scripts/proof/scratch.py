@@ -99,6 +99,7 @@ class Scratch:
         """Replace a link by a file of the script's own before it is written; `keeps`: with the user's content."""
         self._refuse_outside(path)
         link = Path(path)
+        # no link: the file is a copy already, or new
         if not link.is_symlink() or not self._is_inside(link):
             return
         target = link.resolve()

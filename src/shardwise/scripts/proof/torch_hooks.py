@@ -87,6 +87,7 @@ class TorchHooks:
         nudge((param for param in module.parameters() if id(param) not in met), self._recorder.job)
         # this module may hold earlier ones, which were called by themselves first
         self._roots = [root for root in self._roots if not {id(p) for p in root.parameters()} <= held] + [module]
+        # gradients of each backward are kept only in the run that looks for a cause
         for param in module.parameters() if self._recorder.job.apart else ():
             if param.requires_grad and id(param) not in self._heard:
                 self._heard.add(id(param))
@@ -122,6 +123,7 @@ class TorchHooks:
             named = self._named(optimizer)
             if id(optimizer) not in self._numbers:
                 self._seen.append(optimizer)
+                # ranks that share weights may rightly have equal losses; others with equal losses may each train alone
                 if any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for _, param in named):
                     self._recorder.met(PIECES)
                 whole = [(name, _whole(param)) for name, param in named]

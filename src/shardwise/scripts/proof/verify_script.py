@@ -145,7 +145,7 @@ def verify_script(
             failed, parity.error = parity.error, None
             asked, reference = replace(asked, exact=False), replace(reference, exact=False)
             first = runs.alone(reference)
-    if records is None:
+    if records is None:  # refused, or failed both ways: `parity` tells
         return parity
     if not asked.exact:
         _set_bars(runs, reference, first, records, parity, failed)
@@ -157,7 +157,7 @@ def verify_script(
         say("verify: they differ; one process again, with weights moved by one epsilon")
         itself = _set_rounding_apart(runs, reference, first, records, parity, foreign=asked.foreign)
     if not parity.equal:
-        if not itself.equal:
+        if not itself.equal:  # perhaps by the moved weights
             say("verify: and as it was, to see whether the script equals itself")
             itself = _against(first, runs.alone(reference))
         layout = chosen or Plan(dp_replicate=world)
@@ -204,7 +204,7 @@ def _shown_or_hidden(
     say("verify: that fails; the same without RANK and the like, as shardwise run hides them")
     hidden = replace(asked, hides=True)
     records = _on_ranks(runs, hidden, chosen, replace(parity, error=None))
-    if records is None:
+    if records is None:  # it is not RANK that makes it fail
         return None, asked
     parity.notes.append(f"RANK and the like are hidden, as by shardwise run; shown (torchrun): {parity.error}")
     parity.error = None
@@ -224,6 +224,7 @@ def _set_rounding_apart(
             yield record_of(moved[-1], moved[-1:], steps)
 
     steps = min(parity.exceeded.values(), default=-1) + 1
+    # in the script's own precision bars hold rounding already, and a difference before step 0 is none of rounding
     if parity.float64 and steps > 0:
         early, one = Parity("", 1, bars=dict(FLOAT64_BARS)), record_of(first, [first], steps)
         many = record_of(ranks[0], ranks, steps, foreign=foreign)
