@@ -129,9 +129,9 @@ class Parity:
         lines += _first_of("different", self.differences)
         lines += [f"  first: {self.first.text()}"] if self.first is not None else []
         lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
-        # the second proof is in the plan's own precision
         lines += _first_of("not proven", self.unproven)
         lines += [f"  note: {note}" for note in self.notes]
+        # the second proof has lines and a verdict of its own
         if self.second is not None:
             lines += [self.second.text(), "both proofs:"]
         lines.append(self.verdict)
