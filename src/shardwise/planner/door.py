@@ -90,6 +90,7 @@ def subject_of(
     if not (task.endswith(".json") or Path(task).is_dir()):
         if Path(task).is_file():
             raise InputError(f"task {task!r}: {which_task(task)}")
+        # packaged names: of models that are no decoders the configuration, of decoders the numbers
         if (keys := configuration(task)) is not None:
             return where.named(task, keys, samples, length)
         return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
@@ -179,6 +180,7 @@ class _Where:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
             return self._built(named, samples, length, lora=lora)
+        # packaged names: of models that are no decoders the configuration, of decoders the numbers
         if (keys := configuration(named)) is not None:
             return self.named(named, keys, samples, length, lora)
         from shardwise.planner.decoders import configuration_of

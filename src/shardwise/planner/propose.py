@@ -82,7 +82,7 @@ def search(
     tiers = _tiers(cluster, subject) if constraints.offload and constraints.value("offload") is None else []
     offloaded = not looked.fits and bool(tiers)
     for tier in tiers if offloaded else ():
-        # a task would be rehearsed again, and a disk is slower
+        # the first tier that fits is enough where others cost more: a task is rehearsed again, and a disk is slower
         if looked.fits and (subject.own or in_tier(tier, "optimizer", "disk")):
             break
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
@@ -134,6 +134,7 @@ def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
     disks: list[str] = []
     if not on_host and disk_rate(cluster) is not None:  # for hosts of too little memory
         disks = ["optimizer:disk", canonical("optimizer:disk|parameters")]
+    # a decoder by its numbers is not forecast with activations elsewhere
     if not subject.own:
         return [optimizer, *([] if on_host else [weights]), *disks]
     return [optimizer, f"{optimizer}|{activations}", weights, canonical(f"{weights}|{activations}"), *disks]
@@ -316,6 +317,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
 def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, say: Say) -> Search:
     """Simulates the layouts of `_chosen` and returns them as a sorted `Search`."""
     run, later = _chosen(looked.fits, precision)
+    # nothing that this version runs fits: plans that it only forecasts are shown
     if not run:
         run, later = [layout for _, layout in looked.fits[:SIMULATED]], []
     result = Search([], {}, stopped=looked.stopped)
@@ -325,6 +327,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
             result.proposals.append(_proposal(subject.simulate, layout, precision))
         # stages of unlike chunks keep more than the estimate's even ones
         fitting = [p for p in result.proposals if p.forecast.fits(capacity)]
+        # with traces of their own micro-batch the forecasts below decide
         if not fitting and subject.exact is None:
             raise _none_fits(result.proposals, capacity)
         result.proposals = fitting or result.proposals

@@ -83,6 +83,7 @@ class TracedLayouts:
         yield from noted(self._cut_within(self._waiting_less(best, constraints), constraints))
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
+            # experts over data ranks alone, later beside tp and pp too; a module without a router has none to deal
             few, many = (expert_layouts(some if traced.routed else (), traced.node, constraints) for some in (own, cut))
             yield from self._while_faster(chain(few, cut, many), Slower(fastest, self._least(world)), constraints)
 
