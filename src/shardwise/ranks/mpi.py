@@ -51,6 +51,7 @@ def _started_here() -> LaunchedPlace | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
+    # variables that were inherited from another start do not tell of this group
     if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) != (str(rank), str(size)):
         return None
     return LaunchedPlace("shardwise", rank, size, local_rank=rank, local_size=size, one_host=True)

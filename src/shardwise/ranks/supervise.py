@@ -88,6 +88,7 @@ def watch(
     outcome, pending, limit, looked = Outcome(), dict(ranks), deadline, time.monotonic()
     while pending and (limit is None or time.monotonic() < limit):
         left = None if limit is None else max(0.0, limit - time.monotonic())
+        # a hang is a finding only while nobody has failed: others wait for a rank that has
         if records is not None and not outcome.failures:
             left = _LOOK_S if left is None else min(left, _LOOK_S)
             if time.monotonic() - looked >= _LOOK_S:
@@ -106,6 +107,7 @@ def watch(
         if outcome.failures:  # the others may fail by themselves, and say more, or wait for the one that has gone
             soon = outcome.failures[0].at + grace_s
             limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
+    # the deadline has passed: whom each waits for is still to be seen
     if records is not None and pending and not outcome.failures:
         outcome.waits = records.waiting()
     _take_stacks(pending, outcome)
