@@ -229,6 +229,7 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
     for key, node in tree.get(BESIDE, {}).items():
         engine.optimizer.state[key] = decoded(node, None, engine.device, near=False)
     for group in engine.optimizer.param_groups:
+        # such an optimizer reads its numbers on the device: those whose old place is open go there
         near = bool(group.get("capturable") or group.get("fused"))
         pieces = optimized(engine)
         for param in group["params"]:

@@ -120,8 +120,10 @@ def decoder_layouts(
     """Yields the layouts of a decoder over `world` devices, `node` of them in a node. `global_batch`: samples."""
     for tp in _limit(divisors(world), constraints.limit("tp", 2 * node), constraints.value("tp")):
         uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
+        # tp lies in a node or takes whole ones. Heads and widths may be dealt unevenly inside a node, beside data ranks
+        # alone, and where each rank has a head of keys
         if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
-            continue  # inside a node, beside data ranks and with keys for each, heads and widths may be dealt unevenly
+            continue
         # every stage needs at least one layer
         for pp in _limit(
             divisors(world // tp), min(constraints.limit("pp", 64), shape.layers), constraints.value("pp")

@@ -97,6 +97,7 @@ def search(
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
         further = "; a search goes further with --max-tp, --max-pp, --max-cp and --fix" if subject.unsearched else ""
+        # a plan fits the devices with what it offloads, and hosts or disks lack room for that
         if looked.crowded is not None:
             raise InputError(no_host(*looked.crowded, looked.considered, subject, cluster, precision))
         alone = subject.memory(layout).peak == WEIGHTS_ALONE  # adapters would not help then
@@ -180,7 +181,8 @@ def _half_as_good(
     best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
-    # a task would have to be rehearsed again for the other number of devices
+    # a task would be rehearsed again for the other number of devices; where ranks hardly wait, half of them take about
+    # twice as long
     if subject.own or cluster.world_size % 2 or waits < WAITING * forecast.step_s or constraints.fixed:
         return []
     looked = _look(subject, half, constraints, best.plan.precision, capacity, silent)
@@ -239,12 +241,14 @@ def _look(
             few = [_proposal(subject.simulate, layout, precision) for layout in run[:FIRST_ROWS]]
             show(_sorted(few, capacity), looked.considered)
 
+    # a task calls this before a rehearsal that takes long, and tells how long
     if subject.when_long is not None:
         subject.when_long(show_first)
     try:
         for layout in map(constraints.applied, subject.layouts(world, constraints)):
             if constraints.fixed and not constraints.allows(plan_of(layout, precision)):
                 continue
+            # a check leaves out what the user does not want to see, such as plans that this version cannot run
             if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):
                 continue
             looked.considered += 1

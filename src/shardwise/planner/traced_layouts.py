@@ -58,6 +58,7 @@ class TracedLayouts:
 
     def candidates(self, world: int, constraints: Constraints) -> Iterable[Layout]:
         """Yields data ranks alone; then cuts of positions, and tp, pp and ep where these could be faster."""
+        # cuts: whether more than data ranks is looked at
         traced, batch, cuts = self.traced, self.batch, self.traced.cuts
         moves = constraints.moves_weights
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes, moves=moves))]

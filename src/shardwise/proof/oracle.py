@@ -265,6 +265,7 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
             elif tensor.is_complex():
                 tensor.data = tensor.data.to(dtype.to_complex())
             tensor.data = nudged(tensor.data, settings, place).to(device)
+    # a choice among equals may lie within the module, out of reach of what moves weights and inputs alone
     if settings.nudge_inside:
         _nudge_inside(module, settings)
     return module.train()

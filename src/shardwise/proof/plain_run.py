@@ -138,6 +138,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
         f"{name}/{key}": value.detach().clone()
         for name, param in named
         for key, value in optimizer.state.get(param, {}).items()
+        # tensors like the weight: a number, such as a step count, is no tensor in a checkpoint
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape and value.numel()
     }
     steps = len(record.steps)

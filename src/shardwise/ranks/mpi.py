@@ -24,6 +24,7 @@ def here() -> LaunchedPlace | None:
     world = world_communicator()
     if world is None:
         return find(os.environ)
+    # PMIx alone names no number of ranks: mpi4py has it from the library
     place = None if rank_without_size(os.environ) else find(os.environ)
     rank, size = world.Get_rank(), world.Get_size()
     if place is None:
