@@ -29,7 +29,7 @@ class InputWatch:
     def add(self, waited_s: float, worked_s: float) -> str | None:
         """Count one step, on every rank alike; returns a warning, once, where the run waits for input; else None."""
         self._steps += 1
-        # the first steps wait for whatever starts, such as workers that read
+        # the first steps wait for whatever starts, and tell nothing of those that follow
         if self._warned or self._steps <= SKIPPED:
             return None
         self._waited_s += waited_s
