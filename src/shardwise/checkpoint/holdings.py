@@ -136,6 +136,7 @@ def weights(engine: Engine) -> Iterator[Holding]:
     for name, (piece, master) in trained(engine).items():
         yield Holding(f"model/{name}", piece, master)
     for name, param in engine.module.named_parameters():
+        # what was frozen when the engine was made has no master above
         if name in engine.state.held_frozen:  # a forward may have thawed it since
             piece, local = _frozen_piece(engine, name, param)
             yield Holding(f"model/{name}", piece, local)
@@ -210,6 +211,7 @@ def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
     """Put a generator's state back."""
     if name == "torch":
         torch.default_generator.set_state(state)
+    # the name of an accelerator: a generator of another kind of device has no place here
     elif name == device.type and not on_host(device):
         set_generator_state(device, state)
     elif name == "numpy":

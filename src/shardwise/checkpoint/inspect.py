@@ -125,6 +125,7 @@ def convert(
         wrong = publish.verify(stored.folder) if stored.manifest is not None else []
         if wrong:
             raise InputError("; ".join(wrong))
+        # the files would lack frozen weights, and load nowhere
         if stored.elsewhere and not trained:
             raise InputError(
                 f"{stored.folder} holds what was trained; {len(stored.elsewhere)} frozen weights are in the files that "

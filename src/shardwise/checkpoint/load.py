@@ -207,9 +207,11 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
         if holding.piece.count and holding.key in stored.tensors:  # else the task's files have it: `_other`
             _put(stored, holding.key, holding.piece, holding.tensor)
     if engine.state.owners is not None:
+        # each parameter's master lies whole with one owner, beside the pieces
         for index, master in engine.state.owners.masters.items():
             _put(stored, f"model/{engine.state.names[index]}", Piece.whole(master.shape), master)
     for holding in averages(engine, ema):
+        # a checkpoint without averages: they begin at its weights
         name = holding.key if holding.key in stored.tensors else holding.key.replace("ema/", "model/", 1)
         _put(stored, name, holding.piece, holding.tensor)
     fields = chosen.manifest.fields
@@ -227,6 +229,7 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
     for key, node in tree.get(BESIDE, {}).items():
         engine.optimizer.state[key] = decoded(node, None, engine.device, near=False)
     for group in engine.optimizer.param_groups:
+        # such an optimizer reads its numbers on the device: those whose old place is open go there
         near = bool(group.get("capturable") or group.get("fused"))
         pieces = optimized(engine)
         for param in group["params"]:
@@ -248,6 +251,7 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
                 engine.optimizer.state[param] = state
                 if engine.state.tier is not None:  # at once: all of it may be more than there is memory
                     engine.state.tier.settle(param)
+            # nothing was saved for it: state of earlier steps must not stay
             else:
                 engine.optimizer.state.pop(param, None)
 
@@ -312,8 +316,8 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
 
     @torch.no_grad()
     def read() -> None:
-        # the shards are written: a unit that is still gathered would go on with its old whole weights
         """Read this rank's pieces of all tensors that fit, into owners' whole masters too."""
+        # the shards are written: a unit that is still gathered would go on with its old whole weights
         for child in engine.module.modules():
             if isinstance(child, FSDPModule):
                 child.reshard()

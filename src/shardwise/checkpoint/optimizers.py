@@ -48,6 +48,7 @@ class NoJson(Exception):
 
 def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]:
     """Returns (weight -> state key -> node, the tensors) of this rank's optimizer."""
+    # state that lies elsewhere may have failed to get there
     if engine.state.tier is not None:
         engine.state.tier.check()
     tree: dict[str, dict[str, Node]] = {}

@@ -140,6 +140,7 @@ def _interval(shape: tuple[int, ...], first: int, last: int, base: int) -> Itera
     """Yields (offset, [start, stop) of each dim) of the boxes that make up [first, last) of a row-major tensor."""
     if first >= last:
         return
+    # a number is one box, without dims
     if not shape:
         yield base, []
         return
@@ -170,6 +171,7 @@ def _common(first: Runs, second: Runs) -> list[tuple[int, int, int]]:
                 common[-1] = (common[-1][0], common[-1][1], common[-1][2] + high - low)
             else:
                 common.append((here, there, high - low))
+        # the run that ends first meets no further one of the other's
         if first[i][1] <= second[j][1]:
             at_first += first[i][1] - first[i][0]
             i += 1

@@ -94,6 +94,7 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
     Raises `RunError` for what another rank failed with, or where one does not come.
     """
     text = manifest.sealed(joined(_collected(work, wait_s, going), work).content())
+    # on a disk before the rename, which publishes; in a store, which has none, the manifest itself does: last
     if not is_remote(work.folder):
         disk.file(work.at / manifest.NAME, [text])
     # before the publication: after it nothing in the folder changes

@@ -155,10 +155,10 @@ def _message(
 
 
 def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
-    """Returns (ranks at fault, why) from hashes of steps and of the same steps taken again; ([], why not) where open.
+    """Returns (ranks at fault, the most blamed first, and a text to ignore), or ([], why none can be named).
 
-    first   name -> rank -> hash
-    again   name -> rank that took the steps in the place of one of those -> hash
+    first   of the steps: name -> rank -> hash
+    again   of the same steps taken again: name -> rank that took them in the place of one of those -> hash
 
     Each rank has one voice for each hash that it came to. The hash with the most voices is right, if one of the first
     had it; where two ranks each stay with their own, one that came to two different hashes is wrong.

@@ -168,7 +168,7 @@ class Saver:
             "shared": {"optimizer": tree, "group_of": group_of, "groups": groups, "elsewhere": self._elsewhere},
         }
         partial = f"step-{engine.steps_done:08d}.tmp-{self.token}-{self._count}"
-        if is_remote(self.folder):  # which nothing else has or had, for it stays
+        if is_remote(self.folder):  # no rename there: the name stays, and must be one that nothing else has or had
             partial = f"step-{engine.steps_done:08d}-{self.began_us + self._count}"
         return Work(self.folder, partial, engine.steps_done, engine.rank, engine.world_size, tensors, whole, self.keep)
 
@@ -194,6 +194,7 @@ class Saver:
         self._header, entries = header_of(named)
         self._shares = {key: _Share(first, last, entries[key]) for key, _, first, last in shares[engine.rank]}
         self.total_bytes = sum(sizes) + sum(len(json.dumps(own)) * 2 for own in everybody)
+        # a writer in another process reads shared memory
         if self.background:
             self._map(max([len(self._header), *(entry.end for entry in entries.values())]))
         self._layout = layout

@@ -61,6 +61,7 @@ class Stored:
         done = 0
         for first in range(0, piece.count, AT_ONCE):  # a buffer of so many elements, not of the part's
             some = piece.part(first, min(first + AT_ONCE, piece.count))
+            # what has nothing in common is not read
             if common_count(some, wanted):
                 source = np.empty(some.count, ITEMS[item])
                 self._bytes(part, first * item, source.view(np.uint8))

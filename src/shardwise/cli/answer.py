@@ -160,6 +160,7 @@ def _usage(error: click.ClickException) -> str:
         return _say_which(error.ctx)
     message = " ".join(error.format_message().split()).rstrip(".")
     words = getattr(getattr(getattr(error, "ctx", None), "obj", None), "args", [])  # without one before a command
+    # a dash or quote of a text editor in place of the keyboard's makes an option an argument
     if sign := next(filter(None, (no_keyboard(word[:1]) for word in words)), ""):
         return message + sign
     extra = re.search(r"extra arguments? \((\w+=[^)]*)\)", message)
@@ -169,6 +170,7 @@ def _usage(error: click.ClickException) -> str:
         return f"No such option '{error.option_name}'; {advice}"
     if isinstance(error, click.BadOptionUsage) and error.ctx is None:  # found before there was a command
         return f"{message}; --help shows what it takes"
+    # click's own suggestion ("did you mean") is advice enough
     if isinstance(error, click.UsageError) and error.ctx is not None and "id you mean" not in message:
         if message.startswith("No such command") and error.ctx.parent is not None:
             return f"{message}; {_say_which(error.ctx)}"
@@ -200,6 +202,7 @@ def _as_a_key(error: click.NoSuchOption) -> str:
         return f"give it as --plan {name}=..."
     if "overrides" in taken and (key := _key(name)):
         return f"give it as --set {key}=..."
+    # not a key of ours: perhaps another library's word for one
     ours = ours_of(name) if "plan" in taken else None
     # words of other libraries, of plans first: these are the more specific
     if ours is None and "overrides" in taken:

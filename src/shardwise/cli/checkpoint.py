@@ -128,6 +128,7 @@ def convert(
 
             (single,) = turn(source, Path(between) / "weights.safetensors", ema=ema)
             files = write_folder(single, Path(target), key)
+        # under the module's own names; with --like under those of transformers, from one file of them
         elif like is None:
             files = turn(source, target, ema=ema)
         else:

@@ -268,7 +268,8 @@ def call(args: list[str]) -> int:
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
         except (Exception, SystemExit, KeyboardInterrupt, Ended) as error:  # the user's code may end the program
             signal.setitimer(signal.ITIMER_REAL, 0)
-            if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):  # click takes it for ctrl-D
+            # click takes any EOFError for ctrl-D: this is the user's code reading past an end
+            if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
                 error = error.__cause__
             answer.fail(error)
     if (answer.as_json or answer.text) and speaks():

@@ -117,6 +117,7 @@ class RankWatch:
         """Returns a finding on the first collective that ranks issued unlike, or None; looks at each number once."""
         for key, group in _collective_groups(ranks):
             members = [rank for rank in group.ranks if rank in ranks and key in ranks[rank].groups]
+            # nobody to compare it with
             if len(members) < 2:
                 continue
             issued = {rank: ranks[rank].groups[key].issued for rank in members}
@@ -160,8 +161,10 @@ class RankWatch:
         over = sorted({other for rank in stuck for other in missing[rank] if other in ended})
         waits = {rank: self.waiting_line(ranks[rank], missing[rank]) for rank in stuck}
         lines = []
+        # whoever has ended is the cause; without one the ranks wait for each other
         if over:
             first, how = over[0], "has ended"
+            # a record that was closed as done tells that its function has returned
             if over[0] in ranks and ranks[over[0]].state == DONE:
                 how = "has returned"
             lines.append(f"rank {first} {how} and will not come to a collective of {_named(stuck)}:")
@@ -216,6 +219,7 @@ class RankWatch:
             if snapshot.waits_key and other not in ended and other != rank
         }
         place = f"in step {seen.step}, {phase}" if seen.step >= 0 else f"in its {phase}"
+        # all have come to it: no rank's code is at fault, but the network or a device
         if in_collective:
             lines = [f"a collective whose ranks have all come to it has not ended {age}: {self.waiting_line(seen, [])}"]
             return Finding("wire", rank, tuple(lines), True, waits)

@@ -174,6 +174,7 @@ class RankRecord:
         if at is None:
             with self._lock:
                 data = value.encode()[:2000]
+                # no room left: the diagnosis goes without this text
                 if self._used + 4 + len(data) > STRING_BYTES:
                     return 0
                 at, start = self._used, _STRINGS_AT + self._used
@@ -186,6 +187,7 @@ class RankRecord:
         """Returns the number under which the record holds a process group; -1 where the record is full."""
         with self._lock:
             ring = -1
+            # messages between two ranks are counted, not kept one by one: they need no ring of entries
             if not between_two:
                 ring, self._rings = self._rings, self._rings + 1
             if self._groups == MOST_GROUPS or ring >= MOST_RINGS:
@@ -280,11 +282,13 @@ class Reader:
 
     def entry(self, group: GroupRecord, number: int) -> IssuedCollective | None:
         """Returns a collective of a group by its number, None where it is no longer (or not yet) kept."""
+        # between two ranks: only counted
         if group.ring < 0:
             return None
         at = _RINGS_AT + (group.ring * RING + number % RING) * _ENTRY.size
         number_there, now, elements, *texts = _ENTRY.unpack_from(self.memory, at)
         (still,) = _Q.unpack_from(self.memory, at)
+        # the rank writes meanwhile: another collective may have taken this place, before or during the read
         if number_there != number or still != number:
             return None
         shape, tag, place, dtype, op = (self.strings[text] for text in texts)

@@ -58,6 +58,7 @@ def serve(folder: str, deadlines: str) -> None:
                 return
             finding = watch.look(time.monotonic(), set(ranks) - set(alive))
             died = {rank for rank, seen in ranks.items() if rank not in alive and seen.state != DONE}
+            # others hang because a rank died: its launcher is given the time to end them, and says why itself
             if finding is not None and died and not _still_there(alive):
                 return
             if finding is not None:

@@ -117,6 +117,7 @@ def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
             f"{chosen.name}: {words[0]} is not installed here, and it is what takes the job: the files are in "
             f"{path.parent}; submit them where it is, by: {' '.join(words)}"
         )
+    # this client stays with the job and writes to the terminal itself: no limit of time, and nothing to pass on
     if chosen.waits:
         return subprocess.run(words, check=False).returncode, ""
     try:

@@ -29,6 +29,7 @@ class InputWatch:
     def add(self, waited_s: float, worked_s: float) -> str | None:
         """Count one step, on every rank alike; returns a warning, once, where the run waits for input; else None."""
         self._steps += 1
+        # the first steps wait for whatever starts, and tell nothing of those that follow
         if self._warned or self._steps <= SKIPPED:
             return None
         self._waited_s += waited_s
@@ -40,6 +41,7 @@ class InputWatch:
         mean_s = (self._waited_s + self._worked_s) / steps
         self._waited_s = self._worked_s = 0.0
         share = max(shares)
+        # handing a batch over takes a little too, which is no reason to warn however short steps are
         if share < BOUND or share * mean_s < LEAST_S:
             return None
         self._warned = True

@@ -98,6 +98,7 @@ class StepProfile:
         if table is None:
             return ""
         tables = gather_json(table, self.engine.mesh.world, self.engine.device)
+        # `table` is empty on a GPU, on all ranks alike
         if self.engine.rank != 0 or not table:
             return ""
         fields = {"steps": list(self.steps), "unit": "ms per step", "ranks": tables}

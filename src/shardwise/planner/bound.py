@@ -91,6 +91,7 @@ class Slower:
         if key is None or layout.recompute != "none" or layout.sharded.gradients:
             return
         seen = self.alone.setdefault(key, _Alone())
+        # some micro-batch does not fit: memory may hold this degree back
         if forecast is None:
             seen.whole = False
             return
@@ -108,7 +109,8 @@ class Slower:
             if getattr(layout, axis) < degree or not seen.fits or not seen.free:
                 continue
             behind = seen.hopes > self.fastest if same else seen.seconds > SLOWER * self.fastest
-            if behind and (not same or layout.sp):  # sp deals what tp repeats, and sends as much
+            # beside the same degree only sp is skipped: it spares computing that tp repeats, and sends as much
+            if behind and (not same or layout.sp):
                 self.remarks.setdefault(axis, self._why(axis, degree, seen))
                 return True
         return False

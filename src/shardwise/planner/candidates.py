@@ -120,14 +120,17 @@ def decoder_layouts(
     """Yields the layouts of a decoder over `world` devices, `node` of them in a node. `global_batch`: samples."""
     for tp in _limit(divisors(world), constraints.limit("tp", 2 * node), constraints.value("tp")):
         uneven = any(wide % tp for wide in (shape.heads, shape.ffn, shape.dense_ffn))
+        # tp lies in a node or takes whole ones. Heads and widths may be dealt unevenly inside a node, beside data ranks
+        # alone, and where each rank has a head of keys
         if (uneven and tp > shape.kv_heads) or (node % tp and (uneven or tp % node)):
-            continue  # inside a node, beside data ranks and with keys for each, heads and widths may be dealt unevenly
+            continue
         # every stage needs at least one layer
         for pp in _limit(
             divisors(world // tp), min(constraints.limit("pp", 64), shape.layers), constraints.value("pp")
         ):
             for cp, ulysses in _sequence(shape, seq, tp, world // tp // pp, node, constraints):
                 dp = world // (tp * pp * cp * ulysses)
+                # data ranks have as many samples each; uneven heads and widths run beside data ranks alone
                 if global_batch % dp or (uneven and pp * cp * ulysses > 1):
                     continue
                 base = Layout(tp=tp, sp=tp > 1, cp=cp, ulysses=ulysses, pp=pp, seq=seq)
@@ -192,10 +195,11 @@ def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Con
 def _sharding(base: Layout, dp: int, node: int, constraints: Constraints) -> Iterator[tuple[int, int]]:
     """Yields pairs (zero, dp_shard) for `dp` data ranks."""
     asked = constraints.value("zero")
-    if constraints.moves_weights:  # of units alone, of one rank too
+    if constraints.moves_weights:  # units of zero=3 alone are moved, those of a single rank too
         yield from ((stage.number, dp) for stage in SHARDED if stage.weights and base.pp == 1)
         return
     yield 0, 1
+    # one rank alone holds these weights: nobody to share their state with
     if dp * base.split_sequence == 1:
         return
     # beside a pipeline, what communicates for every micro-batch only where asked for
@@ -316,6 +320,7 @@ def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
     for micro in sorted({*powers, *([3] if most >= 3 else []), most}):
         n_micro = -(-batch // (dp * micro))
         fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
+        # every rank has a sample of every micro-batch
         if fits and batch // n_micro >= dp:
             splits.append((micro, n_micro))
     return splits

@@ -101,7 +101,7 @@ def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Co
     kind, labels = _read_by(config, head)
     _refuse_absent(kind, path)
     if getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # which token it is makes no difference here
+        config.decoder_start_token_id = 0  # labels are shifted behind it: any token does, and none is an error
     build = partial(build_base, config) if head == BASE else partial(build_model, config, head)
     of_images = main_input(kind) == "pixel_values"
     if channels_last and of_images:
@@ -110,6 +110,7 @@ def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Co
     fields = {**(settings_of_base(config) if head == BASE else settings(config, head)), "model": build}
     examples = list(samples(config, kind, labels, seq, path, notes))
     tasks = tuple(Task(data=MadeUp(example), **fields) for example in examples)
+    # of a sound --seq is the length, which may be another than the model takes
     sound = seq is not None and "input_ids" not in examples[0] and labels != "decoder"
     hint = "; without --seq it is given the length that it names itself, if any" if sound else ""
     return Configured(tasks, tuple(map(sizes_of, examples)), head, tuple(notes), hint, of_images)
@@ -182,7 +183,12 @@ def _refuse_absent(kind: Any, path: str) -> None:
 def samples(
     config: Any, kind: Any, labels: str, seq: int | None, path: str, notes: list[str]
 ) -> Iterator[Sample]:  # fmt: skip
-    """Yields batches of one sample that the model may accept, likeliest first."""
+    """Yields batches of one sample that the model may accept, likeliest first.
+
+    kind     the class of the model
+    labels   their kind as in `labels_of`; "" for a model without labels
+    notes    remarks on what was assumed are added
+    """
     takes, main = tuple(inspect.signature(kind.forward).parameters), main_input(kind)
     reads_text = main == "input_ids"
     if reads_text or labels == "decoder":
@@ -193,11 +199,12 @@ def samples(
         examples: list[Sample] = [{main: ids}]
         beside = {name: torch.full_like(ids, value) for name, value in COMPANIONS.items() if name in takes}
         examples += [{main: ids, **beside}] if beside else []
-        if not labels and "pixel_values" in takes:  # of texts and pictures, both of which its own loss compares
+        if not labels and "pixel_values" in takes:  # it compares texts with pictures (CLIP), and takes both
             examples += [{**text, "pixel_values": torch.zeros(1, *_picture(config, path, notes))} for text in examples]
     elif main == "pixel_values":
         examples = [{main: torch.zeros(1, *_picture(config, path, notes))}]
     elif main in ("input_values", "input_features"):
+        # beside a decoder's text, whose length --seq is, a sound has the model's own
         free = seq if labels != "decoder" else None
         examples = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
     else:
@@ -212,6 +219,7 @@ def samples(
     if seq is not None and main == "pixel_values" and labels != "decoder":
         sizes = sizes_of(examples[0])
         raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes}, as it says itself: leave it out")
+    # without labels nothing tells a decoder its tokens: they are made up too
     if not labels:
         later = {"decoder_input_ids": torch.zeros(1, seq or 1, dtype=torch.long)}
         yield from ({**example, **(later if "decoder_input_ids" in takes else {})} for example in examples)

@@ -207,6 +207,7 @@ def _other_than_a_decoder(config: Mapping[str, Any], family: DecoderFamily) -> s
     named = [str(name) for name in config.get("architectures") or ()]  # as transformers writes them: LlamaForCausalLM
     if any("ForCausalLM" in name for name in named):
         return ""
+    # other heads (LlamaForSequenceClassification); a name without "For" (LlamaModel) tells none
     if others := [name for name in named if "For" in name]:
         return f"its architecture is {', '.join(others)}"
     return "it says is_decoder = false" if config.get("is_decoder") is False else ""

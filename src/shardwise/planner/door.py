@@ -74,6 +74,7 @@ def subject_of(
         )
     soft, precision = software(software_name), Plan(precision=precision).precision
     own = cluster.computing(PRECISIONS[precision].compute)
+    # another cluster where this device computes bf16 at a rate of its own, slower than fp16
     told = () if own is cluster else (SLOW_BF16.format(precision=precision, device=cluster.device),)
     where = _Where(own, soft, precision, plan, say, randomness, channels_last, told)
     length = None if seq is None else units.count(str(seq), "--seq")
@@ -90,6 +91,7 @@ def subject_of(
     if not (task.endswith(".json") or Path(task).is_dir()):
         if Path(task).is_file():
             raise InputError(f"task {task!r}: {which_task(task)}")
+        # packaged names: of models that are no decoders the configuration, of decoders the numbers
         if (keys := configuration(task)) is not None:
             return where.named(task, keys, samples, length)
         return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
@@ -179,6 +181,7 @@ class _Where:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
             return self._built(named, samples, length, lora=lora)
+        # packaged names: of models that are no decoders the configuration, of decoders the numbers
         if (keys := configuration(named)) is not None:
             return self.named(named, keys, samples, length, lora)
         from shardwise.planner.decoders import configuration_of
@@ -212,6 +215,7 @@ class _Where:
         last = self.cluster.device.kind != "cpu" if self.channels_last is None else self.channels_last
         source = path if config is None else config
         made = configured(source, length, channels_last=last)
+        # a layout of images, which other models have none of
         if not made.of_images:
             self.refuse_layout(f"{path}, which has none")
         count = alike_layers(source, made.tasks[0].model, lora)

@@ -82,7 +82,7 @@ def search(
     tiers = _tiers(cluster, subject) if constraints.offload and constraints.value("offload") is None else []
     offloaded = not looked.fits and bool(tiers)
     for tier in tiers if offloaded else ():
-        # a task would be rehearsed again, and a disk is slower
+        # the first tier that fits is enough where others cost more: a task is rehearsed again, and a disk is slower
         if looked.fits and (subject.own or in_tier(tier, "optimizer", "disk")):
             break
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", tier)))
@@ -97,6 +97,7 @@ def search(
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
         further = "; a search goes further with --max-tp, --max-pp, --max-cp and --fix" if subject.unsearched else ""
+        # a plan fits the devices with what it offloads, and hosts or disks lack room for that
         if looked.crowded is not None:
             raise InputError(no_host(*looked.crowded, looked.considered, subject, cluster, precision))
         alone = subject.memory(layout).peak == WEIGHTS_ALONE  # adapters would not help then
@@ -134,6 +135,7 @@ def _tiers(cluster: Cluster, subject: Subject) -> list[str]:
     disks: list[str] = []
     if not on_host and disk_rate(cluster) is not None:  # for hosts of too little memory
         disks = ["optimizer:disk", canonical("optimizer:disk|parameters")]
+    # a decoder by its numbers is not forecast with activations elsewhere
     if not subject.own:
         return [optimizer, *([] if on_host else [weights]), *disks]
     return [optimizer, f"{optimizer}|{activations}", weights, canonical(f"{weights}|{activations}"), *disks]
@@ -179,7 +181,8 @@ def _half_as_good(
     best, half = result.best, cluster.world_size // 2
     forecast = best.forecast
     waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
-    # a task would have to be rehearsed again for the other number of devices
+    # a task would be rehearsed again for the other number of devices; where ranks hardly wait, half of them take about
+    # twice as long
     if subject.own or cluster.world_size % 2 or waits < WAITING * forecast.step_s or constraints.fixed:
         return []
     looked = _look(subject, half, constraints, best.plan.precision, capacity, silent)
@@ -238,12 +241,14 @@ def _look(
             few = [_proposal(subject.simulate, layout, precision) for layout in run[:FIRST_ROWS]]
             show(_sorted(few, capacity), looked.considered)
 
+    # a task calls this before a rehearsal that takes long, and tells how long
     if subject.when_long is not None:
         subject.when_long(show_first)
     try:
         for layout in map(constraints.applied, subject.layouts(world, constraints)):
             if constraints.fixed and not constraints.allows(plan_of(layout, precision)):
                 continue
+            # a check leaves out what the user does not want to see, such as plans that this version cannot run
             if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):
                 continue
             looked.considered += 1
@@ -316,6 +321,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
 def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, say: Say) -> Search:
     """Simulates the layouts of `_chosen` and returns them as a sorted `Search`."""
     run, later = _chosen(looked.fits, precision)
+    # nothing that this version runs fits: plans that it only forecasts are shown
     if not run:
         run, later = [layout for _, layout in looked.fits[:SIMULATED]], []
     result = Search([], {}, stopped=looked.stopped)
@@ -325,6 +331,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
             result.proposals.append(_proposal(subject.simulate, layout, precision))
         # stages of unlike chunks keep more than the estimate's even ones
         fitting = [p for p in result.proposals if p.forecast.fits(capacity)]
+        # with traces of their own micro-batch the forecasts below decide
         if not fitting and subject.exact is None:
             raise _none_fits(result.proposals, capacity)
         result.proposals = fitting or result.proposals

@@ -208,6 +208,7 @@ def no_host(
     weights = weights_on_host(layout.offload)
     on_disk = canonical("optimizer:disk|parameters" if weights else "optimizer:disk")
     more, cures = "", ["more hosts, or hosts with more", "adapters alone (--lora 16)"]
+    # what the host's memory has no room for may have it on a disk, unless that was looked at already
     if "host" in room.lacks and layout.offload != on_disk:
         moved = subject.room(layout.with_(offload=on_disk))
         kept = f"offload={on_disk}, which keeps {'; '.join(moved.lines)}"

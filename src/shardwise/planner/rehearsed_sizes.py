@@ -34,10 +34,15 @@ def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes
 
 
 def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]]) -> list[int]:
-    """Returns indices of the micro-batches to rehearse: all that are in flight in a round, else the fullest.
+    """Returns indices of the micro-batches of a step that a rehearsal plays.
 
-    Where the first leaves gradients behind for those that follow, it and the fullest of these. Of micro-batches in
-    which a rank has as many samples of its own, that is fuller in which the others of ep have more: their rows come.
+    pipeline, played in full      those of its first rounds (`key.rounds` - 1 of them) and of the last
+    pipeline, played in part      the fullest, which stands for each
+    gradients that are sharded    the first, which leaves gradients behind, and the fullest of the others
+    else                          the fullest
+
+    The fullest has the most samples of this rank; of such the one with the most of the ranks beside, whose rows ep
+    sends here.
 
     group  samples of each micro-batch on each of the data ranks beside; this rank is the one at `place`
     """

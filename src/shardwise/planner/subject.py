@@ -65,6 +65,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
             f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "
             f"not {precision}; a task of your own is traced in any precision"
         )
+    # shardwise keeps what the precision says; other software has one policy of its own, but for masters in 16 bits
     if soft.name == "shardwise" or precision == "bf16-full":  # the others have one policy beside masters in float32
         soft = replace(soft, states=precision if precision in STATES else "bf16")
     estimators = cache(partial(Estimator, shape, cluster))
@@ -142,6 +143,7 @@ def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints)
         return next(iter(subject.layouts(count, constraints)), None) is not None
 
     power = 1 << (world - 1).bit_length() - 1
+    # down to the power of two, which is added below; to half of it where nodes do not make it up
     least = power if first_devices(cluster, power).world_size == power else power // 2
     whole = range((world - 1) // node * node, least, -node)
     counts: list[int] = []
@@ -173,6 +175,7 @@ class Reading:
 
 def timed_reading(task: Task, first_s: float) -> Reading:
     """Times a few reads of the task's input and returns the quickest; `first_s`: seconds of the first read."""
+    # one slow read is enough; of a task that makes its batches the first read was of a whole one, not of a sample
     if task.batch is None and first_s > LONG_S:
         return Reading(first_s, False)
     times = []

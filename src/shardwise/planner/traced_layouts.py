@@ -58,6 +58,7 @@ class TracedLayouts:
 
     def candidates(self, world: int, constraints: Constraints) -> Iterable[Layout]:
         """Yields data ranks alone; then cuts of positions, and tp, pp and ep where these could be faster."""
+        # cuts: whether more than data ranks is looked at
         traced, batch, cuts = self.traced, self.batch, self.traced.cuts
         moves = constraints.moves_weights
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes, moves=moves))]
@@ -83,6 +84,7 @@ class TracedLayouts:
         yield from noted(self._cut_within(self._waiting_less(best, constraints), constraints))
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
+            # experts over data ranks alone, later beside tp and pp too; a module without a router has none to deal
             few, many = (expert_layouts(some if traced.routed else (), traced.node, constraints) for some in (own, cut))
             yield from self._while_faster(chain(few, cut, many), Slower(fastest, self._least(world)), constraints)
 

@@ -82,8 +82,7 @@ class Traced:
         began = perf_counter()
         self.sample = one_sample(task)
         self._first_read_s = perf_counter() - began
-        # on a GPU an optimizer updates all tensors at once, so its temporaries are as large as all of them:
-        # test_an_optimizer_on_a_gpu_goes_over_all_tensors_at_once
+        # its temporaries on a GPU: test_an_optimizer_on_a_gpu_goes_over_all_tensors_at_once
         self.seen = update_of(task, at_once=not self.on_cpu)
         # a CPU's ranks make the global batch; to a GPU, a micro-batch is copied wherever it comes from
         self.whole = batch_bytes(self.sample) if task.batch is not None or not self.on_cpu else 0.0
@@ -297,7 +296,7 @@ class Traced:
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
-        """Returns a `Model` of each rank that differs under these cuts, by two depths of the module where they do."""
+        """Returns a `Model` of each rank that differs under these cuts; of alike layers, without pp, by two depths."""
         if key.pp == 1 and (models := self._of_few(lambda few: few.ranks(key, sizes, beside, place), _longer_rows)):
             self.spent += sum(len(sizes) * few.model("none").small.kernels for few in self.few)
             return cast(list[Model], models)
@@ -385,7 +384,7 @@ class Traced:
             self._refuse(layout)
             if self.weights_alone(layout):  # nothing of it need be known
                 return True
-            if self._cuts(layout).differ:
+            if self._cuts(layout).differ:  # else the trace of the whole module tells all
                 self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
             plain = layout.with_(sp=False, recompute="none")
@@ -423,8 +422,8 @@ class Traced:
             forecast = simulate_traced(model, layout, *where, ledgers)
         states = policy(self.precision, ranks[0].update.state_elements, layout)
         forecast.room = traced_room(ranks, layout, self.cluster, states)
-        uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
-        forecast.samples = batch if uneven else layout.global_batch
+        rounded_up = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
+        forecast.samples = batch if rounded_up else layout.global_batch
         # the model's, not what ranks do twice; of the smaller micro-batch by its own trace, which may be the only one
         alone = layout.micro_batch if layout.micro_batch == self.samples[0] else None
         forecast.flops = self.model("none", micro=alone).flops(forecast.samples)

@@ -115,16 +115,22 @@ def _compare_one(
     parity: Parity, kind: str, name: str, a: torch.Tensor | None, b: torch.Tensor | None, floor: float, step: int,
     rank: str,
 ) -> None:  # fmt: skip
-    """Compare one tensor of ranks (`a`) with one process's (`b`), None where it does not exist, into `parity`."""
+    """Compare one tensor of ranks (`a`) with one process's (`b`), None where it does not exist, into `parity`.
+
+    step   counted from 0; -1 before the first, with the values that training begins with
+    rank   whose tensor `a` is, in words: "rank 0"
+    """
     if (a is None) != (b is None):
         where = "" if rank == "rank 0" else f" on {rank}"
         message = f"{kind} of '{name}' exists only in {'one process' if a is None else 'the plan'}{where}"
         parity.differences += [message] if message not in parity.differences else []  # said once, not in each step
         parity.exceeded.setdefault((kind, name), step)
         return
+    # neither side has one, such as the gradient of a parameter that was not reached
     if a is None or b is None:
         return
     error = tensor_error(a, b, max(floor, 1e-300))  # a floor is 0 where all gradients are
+    # nothing was computed yet: a difference, which no rounding may excuse later
     if step < 0:
         where = "" if rank == "rank 0" else f" on {rank}"
         if error > parity.bar("parameter", name):

@@ -175,18 +175,22 @@ def differences(plan: Plan, ranks: SeenDtypes, single: SeenDtypes) -> list[str]:
 def _allowed(tag: str, op: str, compute: set[str], master: set[str], summed: set[str], inside: set[str]) -> set[str]:
     """Returns the dtypes that a collective may carry. The tag "torch" is of FSDP2's gathers and reductions.
 
-    inside  of what modules return in one process
+    compute, master, summed   the plan's dtype of products, of masters, and of sums of gradients
+    inside                    dtypes of what modules return in one process
     """
+    # FSDP2's reductions are of gradients: they have the dtype of sums whoever calls them
     if op in REDUCING and tag in ("gradients", "torch"):
         return summed
     if tag == "gradients":  # whole ones, which go to the rank that updates a tensor
         return master
-    if tag == "torch":
+    if tag == "torch":  # not a reduction: FSDP2 gathers weights
         return compute
+    # weights are gathered for products; one that is held whole is sent as its master
     if tag == "parameters":
         return compute if op == "all_gather" else compute | master
     if tag == "control":  # rows of numbers, and whole tensors that are handed on as they are
         return {"float64"} if op in REDUCING else {"float64"} | master | compute
+    # torch keeps statistics of batch norms in 32 bits beside an input of 16
     wide = tag == "batch_norm" and all(getattr(torch, name).itemsize < 4 for name in compute)
     return _or_wider({"float32"} if wide else compute | inside)
 

@@ -81,6 +81,7 @@ class EpsWatch:
         if self.changed:
             note += f"; of {len(self.others)} parameters that changes the update of {_names(self.changed)} by over 10%"
         noise = {name for name, size in self.gradients.items() if size <= ROUNDING * self.largest}
+        # gradients of rounding size: their updates are chance, whatever eps is
         if not noise:
             return [note]
         return [note, of_rounding(noise, min(self.raised))]

@@ -36,7 +36,7 @@ def unlike_boundary(task: Task) -> list[str]:
             module, padded = made(dims, 0), made(dims, WIDTH)
             padded.load_state_dict(module.state_dict())
             found, says = bounded(partial(_itself, padded), edges)()(field), module(wide)
-            if "zeros" in kinds and made is _pooling:  # which pads with less than any number
+            if "zeros" in kinds and made is _pooling:  # torch pads a maximum with -inf, not with zeros
                 continue
             if not torch.allclose(found, says, rtol=1e-12, atol=1e-12):
                 return [f"{type(module).__name__} finds other cells beyond a field's edges than {dict(edges)} says"]

@@ -43,7 +43,7 @@ class CheckedRandom(GlobalRandom):
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the result of a random operation, drawn by global index."""
         told = f"{func} with {[arg for arg in args if isinstance(arg, int | float)]}, {sorted(kwargs)}"
-        # a share of weights is drawn by, of as many dims as they happen to have, and not number by number
+        # each kind of call once; multinomial's weights have two dims at most, and no room for one more to draw often
         if func in DRAWS and func is not torch.ops.aten.multinomial.default and told not in self._compared:
             self._compared.add(told)
             self.differences += difference(func, args, kwargs)

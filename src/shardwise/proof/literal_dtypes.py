@@ -28,6 +28,7 @@ class OneDtype(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Returns an operation's result; where torch refuses mixed dtypes, all are computed in one dtype."""
         args, kwargs = list(args), dict(kwargs or {})
+        # kernels of batch norms take weights of 32 bits alone beside an input of 16; given by place or by name
         for place, name in _NORM_WEIGHTS.get(func, ()):
             if place < len(args) and args[place] is not None:
                 args[place] = args[place].to(torch.promote_types(args[place].dtype, torch.float32))
@@ -37,12 +38,15 @@ class OneDtype(TorchFunctionMode):
             return func(*args, **kwargs)
         except RuntimeError:  # perhaps for mixed dtypes
             dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_real(leaf)}
+            # of one dtype it failed for another reason; `out` would be cast, and the result written into the copy
             if len(dtypes) < 2 or kwargs.get("out") is not None:
                 raise
         name = getattr(func, "__name__", "")
+        # the result has the dtype of the tensor that is written into, and no copy of that may take its place
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):  # in place
             dtype = args[0].dtype
         else:
+            # the widest is that of running statistics, which a cast would replace by a copy
             dtype = max(dtypes, key=lambda seen: seen.itemsize) if func in _STATISTICS else self.compute
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_real(leaf) else leaf, (args, kwargs))
         return func(*args, **kwargs)

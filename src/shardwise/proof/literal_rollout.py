@@ -72,6 +72,7 @@ def _cut(growing: _Growing, step: int) -> dict[str, Any]:
 def unlike_curriculum(task: Task) -> list[str]:
     """Returns a sentence for the first step around which the task's curriculum has another length than it says."""
     growing = task.batch
+    # without a curriculum every training step has the same length
     if not isinstance(growing, _Growing):
         return []
     name = growing.steps.targets

@@ -96,6 +96,7 @@ def _adapted(targets: list[str], model: torch.nn.Module) -> set[str]:
     paths, inside = set(), tuple(f"{path}." for path, layer in model.named_modules() if _is_adapted(layer))
     for path, layer in model.named_modules():
         base = getattr(layer, "base_layer", layer)
+        # peft's targets are linear layers, of which transformers' Conv1D is one with its weight turned
         # within an adapter lie linear layers of its own, which peft does not adapt again
         if not (isinstance(base, torch.nn.Linear) or type(base).__name__ == "Conv1D") or path.startswith(inside):
             continue

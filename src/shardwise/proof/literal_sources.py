@@ -77,8 +77,10 @@ def mistokenized(section: Any, task: Any) -> list[str]:
     """Returns [a sentence] where a task's tokens are not those of its text files, each with the end token; else []."""
     named = [sorted(glob.glob(pattern, recursive=True)) or [pattern] for pattern in section.files]
     files = [Path(path) for paths in named for path in paths]
+    # tokens that were given as such, or texts that are not in these files: nothing to encode again
     if not isinstance(task.data, TokenSource) or not files or not all(map(Path.is_file, files)):
         return []
+    # much text takes too long; tables (parquet) are not read here
     if sum(file.stat().st_size for file in files) > MOST_BYTES or _has_tables(files):
         return []
     # encoded again from the texts: what training read is a file that may be stale
@@ -194,7 +196,7 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
     documents = []
     records: list[dict[str, Any]] = []
     for held in map(_held, source.paths):
-        if isinstance(held, str):  # rows that share a token with the next, where it is the first and no target
+        if isinstance(held, str):  # plain text: a row's first token is no target, so rows share one token
             ids, first = [*source.encode(held), *ending], 0
             while first + 1 < len(ids):
                 records.append({"row": ids[first : first + source.seq_len]})
@@ -202,10 +204,12 @@ def _documents(source: JsonlSource) -> list[tuple[list[int], list[bool]]]:
         else:
             records += held
     for record in records:
+        # plain text has no prompt: all of it is learned
         if "row" in record:
             documents.append((record["row"], [True] * len(record["row"])))
             continue
         turns, before = _turns(record)
+        # a chat template writes tokens between turns, else texts are joined as they are
         if source.template is not None and turns:
             documents.append(_of_chat(source.template.folder, turns, before, record))
             continue
@@ -245,6 +249,7 @@ def _of_chat(
     tokenizer = _tokenizer(folder)
     tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
     options = {**(record.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})}
+    # contents in parts: joined where the template writes the whole of them then; else it reads the parts itself
     if any(isinstance(turn.get("content"), list) for turn in turns):
         flat = [{**turn, "content": _joined(turn)} for turn in turns]
         text = tokenizer.apply_chat_template(flat, tokenize=False, **options)
@@ -265,7 +270,8 @@ def _of_chat(
         if turn["role"] == "assistant" and place >= before:
             low = _alike(tokens, tokens_of(place, add_generation_prompt=True))
             high = _alike(tokens, tokens_of(place + 1))
-            if high < len(tokenizer(text[:cursor], add_special_tokens=False)["input_ids"]):  # written otherwise alone
+            # the template writes this answer otherwise once turns follow (leaves thoughts out): its place in the whole
+            if high < len(tokenizer(text[:cursor], add_special_tokens=False)["input_ids"]):
                 low = len(tokenizer(text[: cursor - len(said)], add_special_tokens=False)["input_ids"])
                 high = next(at for at in range(low, len(tokens)) if tokens[at] in special) + 1
             marks = [at for at in range(low, high) if tokens[at] in special]

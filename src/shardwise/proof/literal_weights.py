@@ -37,14 +37,16 @@ def differences(task: Task, module: nn.Module) -> list[str]:
     values = _values(module)
     try:
         (one, first), (two, second) = _constructed(task.model, 1), _constructed(task.model, 2)
-    except ShardwiseError:
+    except ShardwiseError:  # a refusal in words of its own, which the user is to read
         raise
     except Exception:  # whoever builds the module tells why it cannot be built
         return []
+    # the model exists once, or has other parameters in each run: there is nothing to hold it against
     if one is two or values.keys() != first.keys() or values.keys() != second.keys():
         return []
     unlike, drawn = list[str](), list[str]()
     for name, value in values.items():
+        # a size that each run draws, integers, or sparse: no values to compare place by place
         if value.shape != first[name].shape or not value.is_floating_point() or value.layout != torch.strided:
             continue
         if not torch.equal(first[name], second[name]):

@@ -157,9 +157,11 @@ def _difference(expected: SampledTensor, actual: SampledTensor | None, pipelined
     if actual is None or (pipelined and bool(torch.isnan(actual.tensor).any())):  # made up: another stage's
         return None
     rows = rows_of(expected, actual)
+    # which of one process's rows are this rank's samples cannot be told
     if rows is None:
         return None
     error = tensor_error(actual.tensor, rows, 1e-300)  # without a floor: what is small is looked at too
+    # and beside the largest of all samples: the rows of this rank alone may be rounding
     largest = float(expected.tensor.abs().max()) if expected.tensor.numel() else 0.0
     if error <= FAR or float((actual.tensor - rows).abs().max()) <= FAR * largest:
         return None

@@ -56,13 +56,16 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     unlike = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, settings)
+    # once in a proof: the second look, and runs with moved weights, have the same constructor
     if look is None and not settings.nudge and literal_weights.is_looked_at(task, module):
         unlike += literal_weights.differences(task, module)
+        # built anew: what a constructor leaves outside of its module (a list that it fills) is then this one's
         module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
     eps = EpsWatch(named, optimizer, task.optimizer)
     record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
+    # with a closure the optimizer computes gradients inside its step, where nothing can settle them before
     if not needs_closure(optimizer):
         settle_and_note(optimizer, record.limits)
     record.trained = {name for name, _ in named}
@@ -228,6 +231,7 @@ def _cuts(samples: int, settings: Settings):
             rank, ranks = settings.share
             parts = [(low + (high - low) * rank // ranks, low + (high - low) * (rank + 1) // ranks)]
         for first, last in parts:
+            # with fewer samples than parts some have none: they run nothing
             if last > first:
                 yield index, first, last, Samples(first - low, last - first, high - low)
 
@@ -261,6 +265,7 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
             elif tensor.is_complex():
                 tensor.data = tensor.data.to(dtype.to_complex())
             tensor.data = nudged(tensor.data, settings, place).to(device)
+    # a choice among equals may lie within the module, out of reach of what moves weights and inputs alone
     if settings.nudge_inside:
         _nudge_inside(module, settings)
     return module.train()

@@ -131,6 +131,7 @@ class Parity:
         lines += [f"  cause: {self.cause.text}"] if self.cause is not None else []
         lines += _first_of("not proven", self.unproven)
         lines += [f"  note: {note}" for note in self.notes]
+        # they have lines and a verdict of their own
         if self.further:
             lines += [proof.text() for proof in self.further]
             lines.append("both proofs:" if len(self._all) == 2 else "all proofs:")

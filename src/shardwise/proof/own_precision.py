@@ -100,6 +100,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         parity.loss_error = 0.0
         parity.unproven.append(f"one process cannot run in {plan.precision}: {type(failure).__name__}: {message}")
         return parity
+    # where a loss is one sum over samples, one process may add up parts of them, as ranks do
     parts = plan.data_ranks if reference.adds_up else 1
     nudges = [
         plain_steps(task, plan, replace(settings, nudge=n), reference.rate, parts if n == NUDGES else 1)
@@ -134,6 +135,7 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
         parity.own_bars["parameter", name] = bar = min(allowed, max(MOST_BAR, ulp / unit))
         if bar < error <= allowed:
             parity.noisy.add(("parameter", name))
+            # a weight that only rounding moved (its gradient is zero) proves nothing, and is no reason for doubt
             why = f"'{name}' differs by {error:.1e} of how far it moved, as one epsilon explains"
             (still if moved <= STILL * max(distances.values()) else parity.unproven).append(why)
     if still:
@@ -288,6 +290,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         for index, low, high, micro in _pieces(samples, settings.accumulate, parts):
             random.begin(settings.seed, step, index, Samples(low - micro[0], high - low, micro[1] - micro[0]))
             with (
+                # dtypes are the same in each step: noted in the first alone
                 random.watching(module),
                 nullcontext(SeenDtypes().returned) if step else dtypes.returned(module, record.dtypes.given) as seen,
             ):
@@ -306,6 +309,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
                 if param.grad is not None:
                     sums[name] += param.grad.to(_reduce(plan))
                     param.grad = None
+        # fp16 only: the scale is seen to shrink where one step overflows
         overflows = math.inf if step == OVERFLOWS and scale else 1.0
         gradients = {name: value.double() * overflows / (weight * (scale or 1.0)) for name, value in sums.items()}
         norm = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
@@ -322,6 +326,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
         clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm is not None else 1.0
         if not record.rate:
             size = math.sqrt(sum(float(value.double().square().sum()) for value in masters.values()))
+            # smaller updates would be lost in masters of 16 bits
             move = COARSE_MOVE if master == torch.bfloat16 else MOVE
             record.rate = move * size / max(norm * clip, 1e-300)
         for name, value in masters.items():

@@ -127,6 +127,7 @@ def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watchi
     skipped = [row["step"] for row in rows if row.get("skipped")]
     if skipped != [step for step in [watched.spoilt] if step is not None]:
         told.append(f"steps {skipped} are told to be skipped, and step {watched.spoilt} overflowed")
+    # an optimizer with two modes rounds weights at each switch between them: compared up to that
     told += _unlike_file(folder / WEIGHTS, seen.weights[last], "the file of weights", rounded=seen.switched)
     if settings.decay is not None:
         told += _off_average(folder / EMA_WEIGHTS, seen, last, plan, settings.steps)
@@ -178,11 +179,12 @@ def _off_average(path: Path, seen: SeenRun, last: int, plan: Any, steps: int) ->
         return ["the average was not written"]
     stored, unit = _read(path), torch.finfo(dtypes.said(plan)[1]).eps
     for name, average in seen.averages[last].items():
+        # a name that one side lacks is told where the run is compared with the plain loop
         if name not in stored or not average.numel():
             continue
         allowed = SUMS * steps * unit * float(average.abs().max())
         error = float((stored[name].double() - average).abs().max())
-        if not error <= allowed:
+        if not error <= allowed:  # NaN too
             return [f"the average of '{name}' is off by {error:.1e} from that of the run's weights, over {allowed:.1e}"]
     return []
 
@@ -195,13 +197,14 @@ def _off_evaluations(
     module, told = plain_module(task, own).eval(), []
     for step, numbers in sorted(evaluations.items()):
         for key, weights in (("eval_loss", {}), ("ema_eval_loss", seen.averages[step])):
+            # the average is evaluated only where the run keeps one
             if key not in numbers:
                 continue
             held = seen.weights[step] | weights
             runs = [_held_out(task, module, held, plan, settings, nudge) for nudge in range(NUDGES + 1)]
             least = 16 * torch.finfo(own.dtype).eps * abs(runs[0])
             allowed = max(ALLOWANCE * max(abs(run - runs[0]) for run in runs[1:]), least)
-            if not abs(numbers[key] - runs[0]) <= allowed:
+            if not abs(numbers[key] - runs[0]) <= allowed:  # NaN too
                 told.append(f"{key} after step {step}: {numbers[key]:.6g}, of the run's own weights {runs[0]:.6g} "
                             f"in one process (up to {allowed:.1e} apart)")  # fmt: skip
     return told

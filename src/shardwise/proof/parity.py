@@ -129,10 +129,12 @@ def _many(
     say(f"verify: the same steps on {plan.world_size} ranks under {plan}")
     refuse(build(resolved.model, settings.seed).module, plan)  # ranks get the proof's precision, not the plan's
     single = _single_dtypes(resolved, plan, settings, parity)
+    # None: one process fails in the plan's precision, and dtypes of ranks have nothing to be held against
     own = None if single is None else plan.with_(compile=False)
     records = _on_ranks(run_rank, (task, plan, settings, own), parity, pool, timeout_s)
     if single is not None:
         parity.differences += first_differences(plan, [record.dtypes for record in records], single)
+    # float64 has no codes or halves to round to: the proof above ran without these keys
     if plan != plan.with_(optimizer_state="full", masters="full", gradients="together"):
         from shardwise.proof.narrow_state import compare_variants, run_variants
 

@@ -95,6 +95,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     unlike: list[str] = []
     if literal_weights.is_looked_at(task, module):
         unlike = literal_weights.differences(task, module)
+        # built anew: what a constructor leaves outside of its module (a list that it fills) is then this one's
         module = plain_module(task, Settings(seed=settings.seed))
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = optimizer_of(task.optimizer, [param for _, param in named])
@@ -108,6 +109,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     random = CheckedRandom(BatchDims())
     for step, batch in zip(range(settings.steps), _batches(task, settings), strict=False):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            # an optimizer may have no learning rate
             if rate is not None:
                 group["lr"] = rate * settings.factor(step)
         numbers = _gradients(task, module, named, batch, step, settings, random)
@@ -136,6 +138,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
         f"{name}/{key}": value.detach().clone()
         for name, param in named
         for key, value in optimizer.state.get(param, {}).items()
+        # tensors like the weight: a number, such as a step count, is no tensor in a checkpoint
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == param.shape and value.numel()
     }
     steps = len(record.steps)
@@ -143,6 +146,7 @@ def plain_run(task: Task, settings: RunSettings) -> RunRecord:
     record.counts |= {"first loss": record.steps[0]["loss"], "last loss": record.steps[-1]["loss"]}
     if record.evaluations:
         record.counts["held-out loss"] = [*record.evaluations.values()][-1]["eval_loss"]
+    # a task that makes its batches reads no samples, and a run counts none
     if task.batch is None:
         record.counts["samples read"] = sum(numbers["samples"] for numbers in record.steps)
     if settings.decay is not None:

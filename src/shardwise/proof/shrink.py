@@ -236,16 +236,17 @@ def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
     if not lists:
         return _Depth()
     paths = [f"{path}.{index}" if path else str(index) for path, count in lists.items() for index in range(count)]
+    # blocks of one program are repetitions of each other
     try:
         programs = programs_of(built, paths, task.inputs, slice_samples(batch, 0, min(2, samples_in(batch))))
     except Exception as error:  # whatever a forward cannot do without values
         first = first_line(error)
         return _Depth(notes=[f"depth was kept: the forward cannot be followed on shapes alone ({first})"])
     stages = small.pp * small.stages_per_rank
-    # one more where the blocks do not divide over the stages, so that the small plan's stages are uneven too
     depth = _Depth()
     for path, count in lists.items():
         of = [programs[f"{path}.{index}" if path else str(index)] for index in range(count)]
+        # one more where the blocks do not divide over the stages, so that the small plan's stages are uneven too
         wanted = stages + (count % stages != 0) if stages > 1 else 0
         indices = _stay(of, wanted)
         if len(indices) < count:

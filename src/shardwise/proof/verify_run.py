@@ -95,6 +95,7 @@ class Proving:
 
     def task(self, task: Task) -> Task:
         """Returns the task with fewer samples and an eps not below that of proofs; batches as the task draws them."""
+        # few samples, so that a few steps reach the end of an epoch
         if task.data is not None:
             count = self.samples or len(task.data)
             task = task.with_(data=First(task.data, count, starts=self.starts, batch=self.batch))
@@ -102,6 +103,7 @@ class Proving:
             task = task.with_(eval_data=First(task.eval_data, len(task.eval_data)))
         if task.batch is not None:
             task = task.with_(batch=_AsDrawn(task.batch))
+        # in the run's own precision one step is made to overflow
         if self.watching is not None:
             task = task.with_(loss=self.watching.loss(task.loss))
         return task.with_(optimizer=_Raised(task.optimizer))
@@ -181,6 +183,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
         raise InputError("verify CONFIG: train.init_from: give the run without it; a proof begins with drawn weights")
     samples = 0
     starts: tuple[int, ...] = ()
+    # a source with an order of its own is read at some places of that order, from any other the first samples
     if task.data is not None and visiting(task.data, train.seed, (0,), 1) is not None:
         starts = starts_of(len(task.data), job.batch_samples)
         parity.notes.append(f"scope: of the order that the data defines, batches at {', '.join(map(str, starts))}")
@@ -188,6 +191,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
         samples = min(len(task.data), math.ceil(BATCHES * job.batch_samples))
         if steps * job.batch_samples <= samples:
             parity.notes.append(f"scope: {steps} steps do not reach the end of the first epoch")
+    # so often that the few steps of a proof evaluate in between
     every = train.eval_every if train.eval_every is None or train.eval_every < steps else 2
     changed: dict[str, Any] = {
         "steps": steps, "epochs": None, "randomness": "global", "device": "cpu", "eval_every": every, "log_every": 1,

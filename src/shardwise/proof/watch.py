@@ -109,11 +109,13 @@ class ModuleWatch:
         """Returns a hook that records the outputs of calls of the module at `path`, and their gradients."""
 
         def after_call(module: nn.Module, args: tuple, output: Any) -> None:
+            # `before_call` let this call pass: a stand-in's, or one without gradients
             if self._samples is None or all(call[1] != path for call in self._open):
                 return
             call = self._open.pop()
             while call[1] != path:  # one that raised, which its caller caught
                 call = self._open.pop()
+            # counted alone, so that later calls have their numbers
             if not torch.is_grad_enabled():
                 return
             _, start, count, total = self._samples
@@ -123,6 +125,7 @@ class ModuleWatch:
                 value = kept(self.whole(leaf.detach()))
                 self.trace.forward[key] = SampledTensor(value, start, count, total)
                 before = self._made.get(id(leaf))
+                # a module that returns its child's tensor: both calls made it, and the inner one is to be blamed
                 if before is not None and before[0] is leaf:
                     self.trace.outer[before[1]] = key
                 self._made[id(leaf)] = (leaf, key)  # with the tensor itself, or another one would get its id

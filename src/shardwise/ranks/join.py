@@ -84,6 +84,7 @@ def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
     met = meet(place, meet_s)
     if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(met.threads)  # each rank would otherwise take all CPUs
+    # ranks of one host need no network: gloo stays on the loopback
     if place.one_host:
         _stay_home()
     else:

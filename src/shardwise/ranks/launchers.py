@@ -113,9 +113,11 @@ def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
     Raises `InputError`, naming the variables, where the environment holds part of a set or contradicts itself.
     """
     by_hand = [name for name in TORCHRUN if environ.get(name)]
-    if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):  # torchrun itself
+    # torchrun's run id: it may run inside another launcher's job, and its variables are the innermost
+    if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):
         return _torchrun(environ)
     place = _of_launcher(environ)
+    # no launcher's: variables that somebody set by hand, which have to be complete
     if place is None:
         return None if _is_one_process(environ, by_hand) else _torchrun(environ)
     _check_by_hand(environ, place)
@@ -227,6 +229,7 @@ def _of_slurm(environ: Mapping[str, str]) -> LaunchedPlace | None:
     step = environ.get("SLURM_STEP_ID", "")
     if not step:
         return None
+    # a batch script or an interactive shell: one process, whatever the allocation
     if _number(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
         return None
     place = _of_family(SLURM, environ)
@@ -267,6 +270,7 @@ def _of_family(family: LauncherVariables, environ: Mapping[str, str]) -> Launche
     named = {kind: [name for name in names if environ.get(name)] for kind, names in kinds.items()}
     if family is OPENMPI and named["rank"] == ["PMIX_RANK"] and not named["size"]:
         return None  # PMIx alone names no size; whoever else set it (srun) does, or the caller refuses
+    # a step without ranks is told by the caller, which knows the step
     if family is SLURM and not named["rank"]:
         return None
     if not any(named.values()):

@@ -41,12 +41,14 @@ def greet() -> None:
     import torch.distributed as dist
 
     _store().set(_key("host", dist.get_rank()), socket.gethostname())
+    # a second group in this process: the hook is there
     if getattr(sys.excepthook, "names_peers", False):
         return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lost = named(error) if isinstance(error, Exception) else None
+        # an error of this rank's own, which the hook before shows as ever
         if lost is None:
             return before(kind, error, trace)
         outermost = traceback.extract_tb(trace)[0]  # the script's own line; a hundred frames of torch follow

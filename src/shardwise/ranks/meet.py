@@ -87,10 +87,12 @@ class Met:
 def meet(place: LaunchedPlace, timeout_s: float = MEET_S) -> Met:
     """Find the other ranks; returns the store. Collective; `RunError` names the ranks that did not come in time."""
     until = time.monotonic() + timeout_s
+    # an address that the environment gives; else MPI or the launcher's own wire hands one on, or a file
     if place.master is not None:
         store = _at_master(place, until)
     elif (world := world_communicator()) is not None and world.Get_size() == place.world_size:
         store = _exchanged(place, until, lambda mine: world.bcast(mine, root=0))
+    # with a job's id a file can be named for the job; PMI's own wire is for launchers that give none
     elif place.launcher == "PMI" and place.job is None and pmi.served(os.environ.get("PMI_FD", "")):
         store = _exchanged(
             place, until, lambda mine: pmi.exchange(os.environ["PMI_FD"], place.rank, mine, until - time.monotonic())
@@ -322,6 +324,7 @@ def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
 
 def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
     """Wait for the last rank; returns the store, this rank's local rank and its share of the CPUs."""
+    # not where rank 0's address was read from a file: hello was said there at once
     if not store.check([_hello(place.rank)]):
         _hear(place, store, until) if place.rank == 0 else _say_hello(place, store)
     try:

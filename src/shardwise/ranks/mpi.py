@@ -24,6 +24,7 @@ def here() -> LaunchedPlace | None:
     world = world_communicator()
     if world is None:
         return find(os.environ)
+    # PMIx alone names no number of ranks: mpi4py has it from the library
     place = None if rank_without_size(os.environ) else find(os.environ)
     rank, size = world.Get_rank(), world.Get_size()
     if place is None:
@@ -51,6 +52,7 @@ def _started_here() -> LaunchedPlace | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
+    # variables that were inherited from another start do not tell of this group
     if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) != (str(rank), str(size)):
         return None
     return LaunchedPlace("shardwise", rank, size, local_rank=rank, local_size=size, one_host=True)

@@ -21,6 +21,7 @@ def own_group(*, alone: bool) -> Iterator[None]:
         if not dist.is_initialized():
             begin("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
+    # the group that this process was started with: a script that runs alone finds none until it sets one up
     if alone and dist.is_initialized():
         end()
     dist.init_process_group, dist.destroy_process_group = join, lambda *args, **kwargs: None

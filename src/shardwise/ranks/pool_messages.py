@@ -73,6 +73,7 @@ class _ByValue(pickle.Pickler):
 
         whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
         # else a copy: of a view alone and not all of its storage, off the device, without a graph
+        # nothing to leave out: quickly where a tensor is its elements alone, else (hooks, names) by torch
         if on_host(value.device) and whole and value.is_leaf:
             return _as_bytes(value) if _is_plain(value) else NotImplemented
         copy = value.detach().cpu().clone()

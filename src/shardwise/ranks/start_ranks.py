@@ -218,6 +218,7 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
     def handle(number: int, frame: Any) -> None:
         """Signal handler: asks ranks to stop; Ctrl-C before a first step acts as without this context."""
         came = heard.hear(number)
+        # `timeout` and batch systems send one SIGTERM to a process and to its group
         if came == "same":
             return
         early = came == "first" and not asked.begun()

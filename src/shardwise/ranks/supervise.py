@@ -88,6 +88,7 @@ def watch(
     outcome, pending, limit, looked = Outcome(), dict(ranks), deadline, time.monotonic()
     while pending and (limit is None or time.monotonic() < limit):
         left = None if limit is None else max(0.0, limit - time.monotonic())
+        # a hang is a finding only while nobody has failed: others wait for a rank that has
         if records is not None and not outcome.failures:
             left = _LOOK_S if left is None else min(left, _LOOK_S)
             if time.monotonic() - looked >= _LOOK_S:
@@ -104,8 +105,10 @@ def watch(
         for rank in [rank for rank in pending if _ended(rank, pending[rank], outcome, notice)]:
             del pending[rank]
         if outcome.failures:  # the others may fail by themselves, and say more, or wait for the one that has gone
+            # a deadline that is about to pass leaves the others a second to report
             soon = outcome.failures[0].at + grace_s
             limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
+    # the deadline has passed: whom each waits for is still to be seen
     if records is not None and pending and not outcome.failures:
         outcome.waits = records.waiting()
     _take_stacks(pending, outcome)
@@ -202,6 +205,7 @@ def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | 
     if outcome.finding is not None and not any(failure.own_class for failure in outcome.failures):
         return _hang_error(outcome, outcome.finding, world_size, what)
     if not outcome.failures:
+        # ranks that wait for others are not at fault, unless all of them wait
         late = {rank: text for rank, text in outcome.stacks.items() if rank not in outcome.waits} or outcome.stacks
         head = f"`{what}` on {world_size} ranks passed its deadline of {timeout_s:g} s; {_names(late)} had not finished"
         lines = [head, *(outcome.waits[rank] for rank in sorted(outcome.waits)), _stack_text(outcome)]

@@ -105,6 +105,7 @@ def _serve_one(channel: Connection) -> bool:
     channel.send_bytes(pickle.dumps(report))
     if report.failure is None:
         channel.recv_bytes()  # RELEASE
+    # a process of `launch` serves one job, and one that cannot be cleaned no further one
     if job.once or report.spent or not _clean():
         return False
     channel.send_bytes(IDLE)
