@@ -65,6 +65,7 @@ def find_positions(
     def search() -> dict[str, Any]:
         return _search(task, plan, inner, precision, built, batch, samples, trial)
 
+    # what the first engine on this mesh found, and all ranks agreed on, is taken as it is
     tried = None if mesh is None else mesh.found.get(POSITIONS)
     chosen = tried or (search() if mesh is None else of_first(search, mesh.world, mesh.device))
     # Candidates come in one order on every rank: the place says which, since classes do not travel as JSON.

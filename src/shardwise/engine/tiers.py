@@ -246,6 +246,7 @@ def _check_host(state: RankState, dealt: Sequence[tuple[Placement, Sequence[Unit
     """
     needed = sum(unit.size for placement, part in dealt if placement.tier == "host" for unit in part)
     beside = weights_on_host(state.plan.offload)
+    # what an optimizer with a closure keeps is not known: trying a step on zeros needs the closure
     if beside and not state.needs_closure:
         # gradients and state come to lie beside weights, which are there
         with torch.random.fork_rng(devices=[]):

@@ -318,6 +318,7 @@ def follow_draws(state: RankState, findings: Findings) -> None:
     draws = findings.draws
     state.global_random = GlobalRandom(findings.dims, scores=findings.scores or draws is None)
     state.watch.idle = draws == [] or (draws is None and state.plan.compile)  # which a watched step would leave out
+    # none was seen, or (None) nobody looked
     if not draws:
         return
     what = f"the model draws random numbers ({draws[0]}{f' and {len(draws) - 1} more' if len(draws) > 1 else ''})"

@@ -146,6 +146,7 @@ def _sees(token: Path) -> bool:
             names = []
         if token.name in names:
             return True
+        # a folder that is missing or empty is not the one that rank 0 wrote into: no waiting
         if not names or time.monotonic() > until:
             return False
         time.sleep(0.2)
