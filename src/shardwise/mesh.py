@@ -129,6 +129,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     data = _together("data", ("dp_replicate", "dp_shard"), axes, grid, everyone)
     shard = _together("dp_shard", ("dp_shard", *INNER), axes, grid, everyone)
     gradients = data
+    # ranks that cut positions share samples, so they are no data ranks, and add gradients all the same
     if inner:
         gradients = _together("gradients", ("dp_replicate", "dp_shard", *INNER), axes, grid, everyone)
     experts = _experts(plan, grid, rank, axes["dp_shard"], data)

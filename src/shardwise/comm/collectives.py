@@ -176,6 +176,7 @@ def _waited(pending: Pending, wait: bool) -> Pending:
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True, op: str = "sum") -> Pending:
     """Sum `tensor` over the axis (or take the "max" or "min"), in place; returns what to wait for."""
+    # a rank alone has the sum, and a rehearsal notes what would be sent
     if axis.silent:
         axis.note(tag, "all_reduce", tensor)
         return Pending(None)

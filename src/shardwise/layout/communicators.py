@@ -36,6 +36,7 @@ def communicators(plan: Plan) -> tuple[str, ...]:
     made = ["world", *(axis for axis, degree in degrees.items() if axis in apart and 1 < degree < plan.world_size)]
     for name, axes in together.items():
         sizes = [degrees[axis] for axis in axes if degrees[axis] > 1]
+        # of one axis its own group serves, of all ranks the world's
         if len(sizes) > 1 and math.prod(sizes) < plan.world_size:
             made.append(name)
     if plan.ep > 1:

@@ -94,8 +94,7 @@ def gently(
 ) -> T:  # fmt: skip
     """Returns `run()`, computed without gradients, or with them where the forward itself takes gradients.
 
-    share   brings together what any rank found, as in `look`
-    staged  of a module in pipeline stages: whether its forward takes gradients; None where there are no stages
+    `share` and `staged` are as in `look`; without stages `staged` is None.
     Raises `TakesGradients` where units of zero=3 free the weights that such gradients go through.
     """
     try:
@@ -257,12 +256,10 @@ class _Look:
             return
         if self.joined is None:  # otherwise the loss is declared not to add up over samples
             self.problems += self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
-        # declared not to add up: compared is the loss on the parts' outputs put together
-        elif self.strict:
+        elif self.strict:  # compared is the loss on the parts' outputs put together
             joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]
             self.problems += self.share(_joined_differs(of_whole, joined, dtype))
-        # nothing is split, or the parts have no losses of their own to compare once more
-        if not self.strict or self.joined is not None:
+        if not self.strict or self.joined is not None:  # nothing is split, or parts have no losses to compare again
             return
         if not self.problems and (left := self.share(seen.left)):
             # Of other shapes for other numbers of samples: it is kept for each sample.
@@ -290,8 +287,7 @@ def refusing_writes(seen: Seen, share: Callable[[list[str]], list[str]], follows
         if names := lost():
             raise WritesWeights(names) from error
         raise
-    # under zero=3 alone ranks keep pieces; `share` is collective, so all of them come to it
-    if isinstance(seen.module, FSDPModule) and (names := share(lost())):
+    if isinstance(seen.module, FSDPModule) and (names := share(lost())):  # collective, under zero=3 on all ranks
         raise WritesWeights(names)
 
 
