@@ -65,6 +65,7 @@ class Corpus:
         except OSError as error:
             raise InputError(f"{payload} cannot be read ({error}): write the corpus again") from error
         corpus = cls(folder, tokens, described["source"], described["sha256"])
+        # a larger one would take long to read through: its size alone is checked
         if size <= HASHED_ON_OPEN:
             corpus.verify()
         return corpus

@@ -148,6 +148,7 @@ def _first_through(
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         # A dim that weights fix (features) fails on half of it, and is no sequence.
+        # (`half` is None of dims that the task itself names, which are taken at their word.)
         half = candidate.shorter
         stage = TrialModule(built, half, run_alone(task, precision), precision.dtype_of)
         if half is not None and (failed := _failure(stage)) is not None:

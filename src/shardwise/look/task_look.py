@@ -100,6 +100,7 @@ def _look_at_few(
         return loss
 
     try:
+        # under zero=3 a unit's weights are whole while it runs alone: who reads them besides is noted
         with reads if state.plan.sharded.weights else nullcontext():
             findings = look(
                 state.module, loss_of, whole, parts, (n, first, n - first),
@@ -341,6 +342,7 @@ def _follow_writes(state: RankState, findings: Findings) -> None:
             "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
         )
     state.written, state.norms = bool(findings.written), findings.batch_norms
+    # of buffers that other stages read: a backward that changes one is refused (step/backward_writes)
     if state.staged is not None:
         by_stage = gather_json(findings.read, state.mesh.pp, state.device)
         del by_stage[state.mesh.pp.index]

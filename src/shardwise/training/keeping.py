@@ -202,6 +202,7 @@ class Keeper:
     def _set_aside(self, restored: Restored) -> None:
         """Renames checkpoints that are damaged, or of steps that are taken again, so that later scans skip them."""
         own = home_of(self.job.effective, self.job.folder)
+        # another run's checkpoints are read and left as they are
         if restored.folder.parent.absolute() != own.absolute():
             return
         for path in restored.damaged:
