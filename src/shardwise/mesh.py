@@ -113,6 +113,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         replicate, shard, data, gradients, tp, pp = alone.values()
         experts = _experts(plan, Grid(plan), 0, shard, data)
         everyone = Axis.alone("world")
+        # FSDP2 (zero=3) asks for a mesh of one rank too
         units, groups = _alone(device) if plan.sharded.weights else (None, ())
         return Mesh(plan, 0, device, replicate, shard, data, gradients, (), tp, pp, everyone, *experts, units, groups)
     refuse_shared_devices(device)

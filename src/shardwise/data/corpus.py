@@ -191,7 +191,7 @@ def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: in
 
 
 def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
-    """Returns the .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
+    """Yields the contents of .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
     files = []
     for folder, subfolders, names in os.walk(root):
         # in place, so that os.walk does not go into them

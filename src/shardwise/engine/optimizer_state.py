@@ -165,6 +165,7 @@ def _leaves(
         dtype, shape, _ = form.tensors[place]
         nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
         empty = nothing if place in form.pieces else shape
+        # a rank without state (an empty piece, or another owns it) takes part all the same
         tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
         # of a tensor that is sent and no piece, an owner or every rank has the whole
         if place in form.pieces:

@@ -105,7 +105,7 @@ def gently(
         # Of stages it is known beforehand: one that tried again alone would leave the others waiting.
         if staged is not None or not needs_gradients(error):
             raise
-    if has_units(module) if staged is None else share(["units"] if has_units(module) else []):
+    if has_units(module) if staged is None else share(["units"] if has_units(module) else []):  # on any stage
         raise TakesGradients(
             "the forward takes gradients itself, through units of zero=3 that are freed before its end"
         )
