@@ -63,6 +63,7 @@ class DatasetSource:
 
         samples = self._fetch(indices)
         reading = READING.get()
+        # whoever reads (`random.reading_seeds`) wants to know whether samples hang on those beside them
         if reading is not None:
             reading.samples(self.pads)
         if self.collate is None:

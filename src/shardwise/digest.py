@@ -28,6 +28,7 @@ def bits_hash(flat: torch.Tensor) -> int:
         return 0
     content = flat.contiguous().view(torch.uint8)
     padded = torch.cat([content, content.new_zeros(-content.numel() % 8)]) if content.numel() % 8 else content
+    # a view as int64 begins at a multiple of 8 bytes
     if padded.storage_offset() % 8:
         padded = padded.clone()
     words, total = padded.view(torch.int64), torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -113,6 +113,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         replicate, shard, data, gradients, tp, pp = alone.values()
         experts = _experts(plan, Grid(plan), 0, shard, data)
         everyone = Axis.alone("world")
+        # FSDP2 (zero=3) asks for a mesh of one rank too
         units, groups = _alone(device) if plan.sharded.weights else (None, ())
         return Mesh(plan, 0, device, replicate, shard, data, gradients, (), tp, pp, everyone, *experts, units, groups)
     refuse_shared_devices(device)
@@ -129,6 +130,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     data = _together("data", ("dp_replicate", "dp_shard"), axes, grid, everyone)
     shard = _together("dp_shard", ("dp_shard", *INNER), axes, grid, everyone)
     gradients = data
+    # ranks that cut positions share samples, so they are no data ranks, and add gradients all the same
     if inner:
         gradients = _together("gradients", ("dp_replicate", "dp_shard", *INNER), axes, grid, everyone)
     experts = _experts(plan, grid, rank, axes["dp_shard"], data)

@@ -227,8 +227,10 @@ class GradientBuckets:
 
         def on_gradient(param: nn.Parameter) -> None:
             buckets = owner()
+            # the run is over, and the parameter goes on without it
             if buckets is None:
                 return
+            # a backward that belongs to no step: told, and not summed
             if buckets.asleep:
                 buckets.strays(param)
                 return
@@ -270,6 +272,7 @@ class GradientBuckets:
             return
         self.used_now.add(index)
         bucket.arrived += 1
+        # in other micro-batches gradients only add up
         if self.sync and bucket.whole:
             self._launch_whole()
 
@@ -293,5 +296,6 @@ class GradientBuckets:
         else:
             self.order.add(self._next - 1, bucket.ensure())
             bucket.buffer = None  # the order's from here on: it adds other pieces into it
+        # whoever reduces it took the memory, which views would keep alive
         if bucket.buffer is None:
             bucket.forget_views()

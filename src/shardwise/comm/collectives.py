@@ -176,9 +176,11 @@ def _waited(pending: Pending, wait: bool) -> Pending:
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True, op: str = "sum") -> Pending:
     """Sum `tensor` over the axis (or take the "max" or "min"), in place; returns what to wait for."""
+    # a rank alone has the sum, and a rehearsal notes what would be sent
     if axis.silent:
         axis.note(tag, "all_reduce", tensor)
         return Pending(None)
+    # a compiler looks on: an op of its program, whose result is copied into place
     if is_traced(tensor):
         return _waited(_Traced(_functional.all_reduce(tensor, op, _name(axis)), tensor), wait)
     with tagged(tag):
@@ -198,6 +200,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
     if axis.size == 1:
         shard.copy_(full)
         return Pending(None)
+    # a compiler looks on: an op of its program, whose result is copied into place
     if is_traced(full):
         return _waited(_Traced(_functional.reduce_scatter_tensor(full, "sum", axis.size, _name(axis)), shard), wait)
     with tagged(tag):
@@ -218,6 +221,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
         if full.data_ptr() != shard.data_ptr():  # a shard may be a part of `full` already
             full.copy_(shard)
         return Pending(None)
+    # a compiler looks on: an op of its program, whose result is copied into place
     if is_traced(shard):
         return _waited(_Traced(_functional.all_gather_into_tensor(shard, axis.size, _name(axis)), full), wait)
     with tagged(tag):
@@ -243,6 +247,7 @@ def all_to_all(
     if axis.size == 1:
         received.copy_(sent)
         return Pending(None)
+    # a compiler looks on: an op of its program, whose result is copied into place
     if is_traced(sent):
         result = _functional.all_to_all_single(sent, received_sizes, sent_sizes, _name(axis))
         return _waited(_Traced(result, received), wait)

@@ -80,10 +80,12 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
         axis.rehearsal.leaving(tag, axis.name)
         return Rehearsed(tensor) if axis.copies else Pending(None)  # noted by whoever receives
     _check_runs(tensor)
+    # gloo sends the host's memory alone
     if _needs_host(tensor, axis):
         host = tensor.cpu()
         with tagged(tag):
             return _Staged(dist.isend(host, dst=axis.ranks[to_index], group=axis.group, tag=number), host, None)
+    # NCCL would make a communicator for a message begun alone
     if in_order_of_calls(tensor.device, axis):
         return _begun([RankMessage(tensor, to_index, number, tag)], [], axis)
     with tagged(tag):
@@ -98,10 +100,12 @@ def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number:
         stand_in(tensor)
         return Pending(None)
     _check_runs(tensor)
+    # gloo receives into the host's memory alone
     if _needs_host(tensor, axis):
         host = torch.empty_like(tensor, device="cpu")
         with tagged(tag):
             return _Staged(dist.irecv(host, src=axis.ranks[from_index], group=axis.group, tag=number), host, tensor)
+    # NCCL would make a communicator for a message begun alone
     if in_order_of_calls(tensor.device, axis):
         return _begun([], [RankMessage(tensor, from_index, number, tag)], axis)
     with tagged(tag):

@@ -153,6 +153,7 @@ def _replace_methods() -> None:
         return
     for method, (op, place) in _COLLECTIVES.items():
         own = getattr(dist.ProcessGroup, method, None)
+        # torch has renamed some, and each version has its own
         if own is not None:
             setattr(dist.ProcessGroup, method, _collective(own, op, place))
     for method, sends in (("send", True), ("recv", False)):
@@ -164,6 +165,7 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
     """Returns a process group's method `own` that writes each call to the record. `place`: of the tensor in args."""
 
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # inside `refusing_others`
         if getattr(_inside, "refused", None) is not None:
             _refuse(op)
         state = _state
@@ -192,6 +194,7 @@ def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
     """Returns a process group's `own`, which sends or receives a message, that writes each call to the record."""
 
     def pass_on(self: Any, tensors: Any, peer: int, *rest: Any, **kwargs: Any) -> Any:
+        # inside `refusing_others`
         if getattr(_inside, "refused", None) is not None:
             _refuse("send" if sends else "recv")
         state = _state
@@ -262,6 +265,7 @@ def _noted(group: Any, op: str, tensor: Any) -> tuple[int, int] | None:
     number = state.groups.get(group)
     if number is None:
         number = _registered(group)
+    # left out, as in `_registered`: a world of its own for a while
     if number < 0:
         return None
     if tensor is None:
@@ -401,6 +405,7 @@ def _kind_of(file: str) -> int:
 def _compare(mine: RankRecord, number: int, issued: int) -> None:
     """Raises `RunError` where another rank of the host issued something else under this number."""
     key = _state.keys[number]
+    # -1: this rank's own record, opened at the first comparison
     own = Reader(mine.path) if -1 not in _state.others else _state.others[-1]
     _state.others[-1] = own
     seen = own.see()

@@ -76,6 +76,7 @@ class Trail:
 
     def mark(self, event: str) -> None:
         """Note the event; raises `RunError` where another rank of the host did something else at this position."""
+        # one rank, or a rehearsal: there is nobody to differ from
         if self._table is None:
             return
         self.position += 1

@@ -97,6 +97,7 @@ class FixedOrder:
         sent = like.new_zeros(ranks, max(map(len, runs)), like.numel() // ranks)
         for place, run in enumerate(runs[self.axis.index]):
             value = mine.value(*run)
+            # no piece of this node had a sample
             if value is not None:
                 sent[:, place] = value.view(ranks, -1)
         received = torch.empty_like(sent)

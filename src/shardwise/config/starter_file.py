@@ -88,6 +88,7 @@ def _section(name: str, section: BaseModel, effective: Effective, unused: dict[s
     yield f"[{name}]"
     for key in type(section).model_fields:
         dotted, value = f"{name}.{key}", getattr(section, key)
+        # in TOML a table inside ends the keys of the one around: it comes after them
         if isinstance(value, Section):
             tables.append((dotted, value))
         elif dotted in unused:

@@ -70,6 +70,7 @@ class ChatTemplate:
             if lack := _lack(message):
                 raise InputError(f"{where}: message {number} {lack}")
         messages = self._as_read(messages, **options)
+        # the template tells itself what the assistant generates ({% generation %})
         if self._is_marked:
             return self._marked(where, messages, given, **options)
         text = self._rendered(where, messages, **options)
@@ -81,6 +82,7 @@ class ChatTemplate:
             earlier = messages[:place]
             before = self._rendered(where, earlier, **options, add_generation_prompt=True) if earlier else ""
             through = self._rendered(where, messages[: place + 1], **options)
+            # some templates write an answer otherwise once others follow it: found by another text in its place
             if not text.startswith(before) or not _goes_on(through, text, before, message):
                 before, through = self._by_another(where, text, messages, place, **options)
             if not through:

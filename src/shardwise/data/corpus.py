@@ -65,6 +65,7 @@ class Corpus:
         except OSError as error:
             raise InputError(f"{payload} cannot be read ({error}): write the corpus again") from error
         corpus = cls(folder, tokens, described["source"], described["sha256"])
+        # a larger one would take long to read through: its size alone is checked
         if size <= HASHED_ON_OPEN:
             corpus.verify()
         return corpus
@@ -190,7 +191,7 @@ def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: in
 
 
 def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
-    """Returns the .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
+    """Yields the contents of .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
     files = []
     for folder, subfolders, names in os.walk(root):
         # in place, so that os.walk does not go into them

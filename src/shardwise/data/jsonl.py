@@ -204,7 +204,7 @@ def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(where: str, line: dict[str, Any], conversation: tuple[list[Any], int] | None) -> list[tuple[str, bool]]:
-    """Returns pairs (text, whether it is trained on) of a line."""
+    """Returns pairs (text, whether it is trained on) of a line; `conversation`: (turns, how many are the prompt)."""
     if conversation is not None:
         turns = [turn if isinstance(turn, dict) else {} for turn in conversation[0]]
         pieces = [

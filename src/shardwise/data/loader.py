@@ -110,6 +110,7 @@ class Loader:
         start, stop = self._steps.span(self._position)
         if self._end is not None and stop > self._end:
             raise StopIteration
+        # no thread was asked for: a read that hangs meets no deadline
         if self._prefetch == 0:
             parts, self._steps = self._steps.read(start, stop)
             return parts, stop
@@ -118,6 +119,7 @@ class Loader:
             step = next(thread)
         finally:
             thread.close()
+        # this read drew nothing, so the next ones can be made ahead, in a thread
         if self._steps.draws is False:
             self._ahead = self._read_ahead(stop)
         return step
@@ -149,6 +151,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved, on any number of ranks; another data order is refused."""
         own = self.state_dict()
+        # not asked for by its name: `continued` says what is wrong with a blend that is missing or other
         own.pop("blend", None)
         missing = [key for key in own if key not in state]
         if missing:

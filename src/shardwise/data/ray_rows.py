@@ -119,6 +119,7 @@ class RayRows:
                 if not self._references:
                     self._ask()
                 columns = BlockAccessor.for_block(ray.get(self._references[at])).to_numpy()
+                # rows that are single values have no column: named as Ray names it, "item"
                 return columns if isinstance(columns, dict) else {"item": columns}
             except ray.exceptions.RayError as error:  # the actor, or the node of a block, is lost
                 self._forget()

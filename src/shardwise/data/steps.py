@@ -69,11 +69,13 @@ class Steps:
                 f"{name_of(self.source)} had {self.order.length} samples when the run began and has {now} now: a "
                 "source must not change while it is read; start anew with the data as it is"
             )
+        # a thread beside the step may touch no generator: they are the process's
         if self.draws is False:
             return self._dealt(start, stop), self
         with drawing(self.order.seed, start // self.order.length, start) as drawn:
             parts = self._dealt(start, stop)
         following = self._having(drawn)
+        # what draws for several samples at once, or pads them, was given this rank's alone: once more, for all
         return (parts, following) if following.whole == self.whole else following.read(start, stop)
 
     def _having(self, drawn: ReadDraws) -> Steps:

@@ -73,8 +73,10 @@ def predict_to(
             for part in parts:
                 output = _output(engine, part.batch, select)
                 output = _in_chunks(output) if path.suffix == ".zarr" else output
+                # shape and dtype are known from the first output on
                 if file is None:
                     file = _opened(path, len(source), output, engine)
+                # ranks of an axis that does not cut the output hold the same elements: one of them writes
                 if _is_first(output, engine):
                     _write(file, done + part.start, output[: part.count])
                 forget()

@@ -116,6 +116,7 @@ def _told_end(folder: Path, tokenizer: Any) -> int | None:
             raise InputError(f"{folder / 'tokenizer_config.json'}: eos_token {token!r} is not in {folder / FILE}")
         return number
     number = _entry(folder / "config.json", "eos_token_id")
+    # of several ends (of a text, of a turn) the first
     number = number[0] if isinstance(number, list) and number else number
     return number if isinstance(number, int) else None
 

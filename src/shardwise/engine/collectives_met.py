@@ -52,7 +52,7 @@ def check_met(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met
     """Raises `RefusedPlan` on all ranks where one refused its share, or where collectives do not meet. Collective.
 
     place  this rank's index on each axis of `met`
-    met    its hashes of collectives (`Collectives.numbers`)
+    met    its hashes of collectives (`Collectives.numbers`): `len(place)` of calls, then as many of sizes
 
     Ranks between the ends, which all have tried, may have other extents, or none. Ranks that share no group of an axis
     may make other calls over it, as long as those over axes further out, which they share, stay in one order. Sizes are
@@ -70,6 +70,7 @@ def check_met(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met
     first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out, or on all others
     for rank, row in enumerate(rows):
         for at in range(2 * depth):
+            # calls agree where axes further out are shared, sizes within one group of the axis alone
             beside = row[:at] if at < depth else [*row[: at - depth], *row[at - depth + 1 : depth]]
             other, number = first.setdefault((at, *beside), (rank, row[depth + at]))
             if number == row[depth + at]:

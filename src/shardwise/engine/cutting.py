@@ -92,6 +92,7 @@ def cut_forward(
         tries = (map(partial(_traced, task, plan, precision, built, part), range(TRIES)) for part in few)
         flow, other = _fullest((flow for flow, _ in traced) for traced in tries)
     if flow.order != other.order:  # modules called as often as there are samples, say: no stage begins among them
+        # the fuller of the two is cut, so that all calls are known; `counts` follow
         flow, other, counts = (
             (flow, other, counts) if len(flow.order) > len(other.order) else (other, flow, counts[::-1])
         )
@@ -99,6 +100,7 @@ def cut_forward(
     # What is run again, compiled or gathered as a whole lies in one stage.
     whole = plan.remat != "none" or plan.compile or plan.sharded.weights
     units = [*inseparable, *(blocks.paths if whole else ())]
+    # only a forward that takes gradients itself has any that could go from stage to stage
     apart = _apart(plan, schedule) if flow.taken else ""
     places = _places(flow, module, schedule.stages, plan, blocks, units, apart)
     if schedule.stages > schedule.ranks and (kept := kept_twice(flow, places)):

@@ -158,7 +158,7 @@ def on_mesh(
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)
     if plan.deterministic:
         refuse_shared(findings)
-    # Else a reduction starts with a gradient's first part.
+    # A reentrant checkpoint brings a gradient in parts: else a reduction would start with the first of them.
     if findings.reentrant:
         state.technique.expect_pieces()
     # After the look, in which each run has samples of its own.
@@ -191,9 +191,11 @@ class Engine:
 
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`)."""
+        # what follows looks at the first step alone
         if self._begun:
             return steps.train_step(self.state, steps.dealt(self.state, batch))
         parts = steps.dealt(self.state, batch)
+        # a global batch must be alike on all ranks; parts (`list[Share]`) are a rank's own
         if parts is not batch:
             positions = self.state.forward.positions
             # where ranks may read tiles, those that share samples have others of one field

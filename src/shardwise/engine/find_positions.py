@@ -65,6 +65,7 @@ def find_positions(
     def search() -> dict[str, Any]:
         return _search(task, plan, inner, precision, built, batch, samples, trial)
 
+    # what the first engine on this mesh found, and all ranks agreed on, is taken as it is
     tried = None if mesh is None else mesh.found.get(POSITIONS)
     chosen = tried or (search() if mesh is None else of_first(search, mesh.world, mesh.device))
     # Candidates come in one order on every rank: the place says which, since classes do not travel as JSON.
@@ -147,6 +148,7 @@ def _first_through(
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         # A dim that weights fix (features) fails on half of it, and is no sequence.
+        # (`half` is None of dims that the task itself names, which are taken at their word.)
         half = candidate.shorter
         stage = TrialModule(built, half, run_alone(task, precision), precision.dtype_of)
         if half is not None and (failed := _failure(stage)) is not None:

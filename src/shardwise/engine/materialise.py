@@ -130,6 +130,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
                     continue
                 if id(tensor) not in made:  # a tied tensor stays one
                     made[id(tensor)] = make(*names[id(tensor)])
+                # `plain` is a copy: an attribute is replaced in the module itself
                 if kind == "plain":
                     child.__dict__[leaf] = made[id(tensor)].requires_grad_(tensor.requires_grad)
                 else:

@@ -62,6 +62,7 @@ class ModuleSpread:
     def install(self, module: nn.Module, absent: set[str], mesh: Mesh, *, traced: bool) -> None:
         """Replace forwards so that the module runs on shares; `absent`: names of other stages' weights. Collective with
         experts."""
+        # no tensor of the batch has the positions: they are cut in the forward, where they are born
         if self.positions is not None and self.positions.inside is not None:
             self.positions.inside.install(module)
         if self.tensor is not None:
@@ -71,6 +72,7 @@ class ModuleSpread:
         if self.experts is not None:
             self.experts = self.experts.here(absent)
             install_experts(module, self.experts, mesh.device, traced=traced)
+        # experts that are not dealt (no ep), where positions are cut
         elif self.row_wise:
             compute_own_rows(module, self.row_wise)
         if self.positions is not None and self.positions.past:

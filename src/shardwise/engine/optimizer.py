@@ -309,6 +309,7 @@ def make_optimizer(
     if all(slot.whole for slot in slots) and not stage.state and plan.tp == plan.ep == 1:
         return construct(make, [slot.master for slot in slots]), None
     if nature.kind == "per tensor":
+        # where zero leaves pieces of masters with ranks, owners are dealt over these
         owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard if stage.state else None, tensor)
         return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}, by_index), owners
     index_of = {name: index for index, name in enumerate(names)}

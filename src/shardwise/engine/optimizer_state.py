@@ -102,11 +102,15 @@ class _Form:
 
     template  the state with numbers for tensors; None: there is none
     from_table  tensors of one element, by number: they came with the table
-    sent      numbers of the others; `pieces` are those that are pieces, and the rest lie whole on `owner`
+    sent      numbers of the others; `pieces` are those of them that are pieces, and the rest are whole
     """
 
     def __init__(self, name: str, table: list[dict[str, _Row]], source: int):
-        """Decide, alike on every rank, how each tensor of a parameter's state comes: sent, as pieces, or a number."""
+        """Decide, alike on every rank, how each tensor of a parameter's state comes: sent, as pieces, or a number.
+
+        table   each rank's rows, by parameter
+        source  the rank whose row describes the state where it is whole (`_source`)
+        """
         rows = {rank: row[name] for rank, row in enumerate(table) if name in row}
         with_state = {rank: row for rank, row in rows.items() if row.template is not None}
         self.from_table: dict[int, torch.Tensor] = {}
@@ -119,6 +123,7 @@ class _Form:
         if first is None or first.template is None:
             return
         self.template, self.tensors = first.template, first.tensors
+        # every holder has all of it: each tensor is sent as it is, counts too
         if whole:
             self.sent = list(range(len(first.tensors)))
             return
@@ -160,7 +165,9 @@ def _leaves(
         dtype, shape, _ = form.tensors[place]
         nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
         empty = nothing if place in form.pieces else shape
+        # a rank without state (an empty piece, or another owns it) takes part all the same
         tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
+        # of a tensor that is sent and no piece, an owner or every rank has the whole
         if place in form.pieces:
             return together(state, name, state.technique.whole(index, tensor.to(homes.get(name, state.device))))
         if state.owners is not None:

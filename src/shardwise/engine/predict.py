@@ -52,11 +52,16 @@ def _micro_batch(state: RankState, part: Share, select: Callable[[Any], Any] | N
 
 @torch.no_grad()
 def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
-    """Returns (this rank's output leaves, its row of the table); ([], None) where it has none to send."""
+    """Returns (this rank's output leaves, its row {rank, start, error, spec, leaves}); ([], None) if it sends none.
+
+    select  function of the output that picks what is returned
+    Collective: leaves that are cut are gathered.
+    """
     forward = state.forward
     set_training(state.module, False)
     try:
         output = forward.output(forward.to_device(part.batch))
+        # the last stage alone has the model's output
         if state.staged is not None and not state.staged.has_loss:
             return [], None
         leaves, spec = pytree.tree_flatten(output if select is None else select(output))

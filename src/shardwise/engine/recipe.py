@@ -144,6 +144,7 @@ def apply_plan(
             module, units, value_of, mesh, precision, absent, frozen, spread.experts, order, kept,
             shards_elsewhere(plan, mesh, notices), host=lie_on_host(plan, mesh.device),
         )  # fmt: skip
+        # FSDP2's hooks read a unit's arguments, which a product in chunks may not have computed yet
         given_values(map(module.get_submodule, units) if chunks is not None else ())
     else:
         technique = _whole_module(module, plan, mesh, precision, spread.experts, absent, order, value_of)
@@ -269,6 +270,7 @@ def _compiled(block: nn.Module, path: str) -> Callable[..., Any]:
         try:
             return ways[0](*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
+            # once more, with fixed sizes, unless a buffer was written: a second run would write it again
             if len(ways) == 1 or written != [buffer._version for buffer in block.buffers()]:
                 told = f"torch's compiler fails on '{path}': {first_line(error)}: leave compile=true out"
                 raise RefusedPlan(told) from error

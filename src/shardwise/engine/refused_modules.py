@@ -121,6 +121,7 @@ def _refuse_views_beside(module: nn.Module) -> None:
             continue
         if made_again is None:
             made_again = {key for code in codes_of_forward(module) for key in assigned_names(code)}
+        # an attribute that the forward assigns is a new view by then; of closures and globals (None) none can tell
         if child is None or key not in made_again:
             raise RefusedPlan(
                 f"'{where}' keeps a view of the parameter '{name}', made before the first forward: in one process it "

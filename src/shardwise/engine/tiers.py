@@ -54,7 +54,7 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
     as_made = state.plan.gradients == "as_made"
     if as_made:
         _refuse_as_made(state)
-    # owners update whole tensors, in memory
+    # nothing moves, is coded or used early; and no weights lie in a file, or owners update whole tensors, in memory
     if not placed and not narrow and not as_made and (state.shards is None or state.owners is not None):
         _check_host(state, ())
         return None
@@ -185,6 +185,7 @@ def _may_take_back(state: RankState) -> bool:
 
 
 def _refuse_as_made(state: RankState) -> None:
+    """Raise `RefusedPlan` where weights cannot be updated within backward, gradient by gradient."""
     if _may_take_back(state) and placements(state.plan.offload, "optimizer") != (Placement("optimizer", "disk"),):
         late = "clip_norm" if state.clip_norm is not None else 'on_nonfinite="skip"'
         raise RefusedPlan(
@@ -246,6 +247,7 @@ def _check_host(state: RankState, dealt: Sequence[tuple[Placement, Sequence[Unit
     """
     needed = sum(unit.size for placement, part in dealt if placement.tier == "host" for unit in part)
     beside = weights_on_host(state.plan.offload)
+    # what an optimizer with a closure keeps is not known: trying a step on zeros needs the closure
     if beside and not state.needs_closure:
         # gradients and state come to lie beside weights, which are there
         with torch.random.fork_rng(devices=[]):
@@ -297,6 +299,7 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
             wide = _master_of(param, masters)
             if wide is None or wide not in of_master:
                 units.append(Unit([], [], wide, None if wide is None else specs[wide]))
+                # a master of one number, or not dense, has no spec: it stays where it is
                 units[-1].wide = wide if units[-1].master is not None else None
                 if wide is not None:
                     of_master[wide] = units[-1]
@@ -304,6 +307,7 @@ def _units(state: RankState, *, kept: bool) -> list[Unit]:
             unit.params.append(param)
             unit.states.append(states_by_kind[kind])
             lies_beside = state.shards is not None and state.shards.holds(param)
+            # of these few are in memory at once, so their bytes count among what a sub-group holds
             if lies_beside or state.plan.gradients == "as_made":
                 unit.weights += param.numel() * param.element_size()
     return units

@@ -118,6 +118,7 @@ def save_adapters(engine: Engine, folder: str | Path) -> Path:
 def _check_names(weights: Engine | str | Path, config: Any) -> None:
     """Raise `InputError` where the architecture has other names: transformers would draw what it does not find."""
     kind = _class_of(weights, config)
+    # neither engine nor configuration names a class, whose names could be compared
     if kind is None:
         return
     if isinstance(weights, Engine):

@@ -32,10 +32,12 @@ def communicators(plan: Plan) -> tuple[str, ...]:
     apart = set(degrees)
     if inner:  # gradients are summed over positions too, so that groups of samples alone send nothing
         together = {"shard": together["shard"], "gradients": (*samples, *inner)}
+        # replicas sum by themselves under zero alone: else `gradients` has them in
         apart -= {"dp_shard", *([] if plan.zero and degrees["dp_shard"] > 1 else ["dp_replicate"])}
     made = ["world", *(axis for axis, degree in degrees.items() if axis in apart and 1 < degree < plan.world_size)]
     for name, axes in together.items():
         sizes = [degrees[axis] for axis in axes if degrees[axis] > 1]
+        # of one axis its own group serves, of all ranks the world's
         if len(sizes) > 1 and math.prod(sizes) < plan.world_size:
             made.append(name)
     if plan.ep > 1:

@@ -83,6 +83,7 @@ def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]
     for axis, degree in zip(reversed(AXES), reversed(grid.shape), strict=True):
         # a group of the axis: `degree` ranks, `stride` apart
         spans = stride * (degree - 1) + 1
+        # it is wider than a node, or some group begins on one and ends on the next
         if degree > 1 and (spans > devices or (devices % (stride * degree) and len(ranks) > devices)):
             leaving.append(axis)
         if axis == "tp" and plan.ep > 1:  # whose ranks alone lie between neighbours of ep

@@ -94,6 +94,7 @@ def gently(
 ) -> T:  # fmt: skip
     """Returns `run()`, computed without gradients, or with them where the forward itself takes gradients.
 
+    `share` and `staged` are as in `look`; without stages `staged` is None.
     Raises `TakesGradients` where units of zero=3 free the weights that such gradients go through.
     """
     try:
@@ -104,7 +105,7 @@ def gently(
         # Of stages it is known beforehand: one that tried again alone would leave the others waiting.
         if staged is not None or not needs_gradients(error):
             raise
-    if has_units(module) if staged is None else share(["units"] if has_units(module) else []):
+    if has_units(module) if staged is None else share(["units"] if has_units(module) else []):  # on any stage
         raise TakesGradients(
             "the forward takes gradients itself, through units of zero=3 that are freed before its end"
         )
@@ -255,10 +256,10 @@ class _Look:
             return
         if self.joined is None:  # otherwise the loss is declared not to add up over samples
             self.problems += self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
-        elif self.strict:
+        elif self.strict:  # compared is the loss on the parts' outputs put together
             joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]
             self.problems += self.share(_joined_differs(of_whole, joined, dtype))
-        if not self.strict or self.joined is not None:
+        if not self.strict or self.joined is not None:  # nothing is split, or parts have no losses to compare again
             return
         if not self.problems and (left := self.share(seen.left)):
             # Of other shapes for other numbers of samples: it is kept for each sample.
@@ -286,7 +287,7 @@ def refusing_writes(seen: Seen, share: Callable[[list[str]], list[str]], follows
         if names := lost():
             raise WritesWeights(names) from error
         raise
-    if isinstance(seen.module, FSDPModule) and (names := share(lost())):
+    if isinstance(seen.module, FSDPModule) and (names := share(lost())):  # collective, under zero=3 on all ranks
         raise WritesWeights(names)
 
 

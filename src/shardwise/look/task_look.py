@@ -100,6 +100,7 @@ def _look_at_few(
         return loss
 
     try:
+        # under zero=3 a unit's weights are whole while it runs alone: who reads them besides is noted
         with reads if state.plan.sharded.weights else nullcontext():
             findings = look(
                 state.module, loss_of, whole, parts, (n, first, n - first),
@@ -318,6 +319,7 @@ def follow_draws(state: RankState, findings: Findings) -> None:
     draws = findings.draws
     state.global_random = GlobalRandom(findings.dims, scores=findings.scores or draws is None)
     state.watch.idle = draws == [] or (draws is None and state.plan.compile)  # which a watched step would leave out
+    # none was seen, or (None) nobody looked
     if not draws:
         return
     what = f"the model draws random numbers ({draws[0]}{f' and {len(draws) - 1} more' if len(draws) > 1 else ''})"
@@ -340,6 +342,7 @@ def _follow_writes(state: RankState, findings: Findings) -> None:
             "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
         )
     state.written, state.norms = bool(findings.written), findings.batch_norms
+    # of buffers that other stages read: a backward that changes one is refused (step/backward_writes)
     if state.staged is not None:
         by_stage = gather_json(findings.read, state.mesh.pp, state.device)
         del by_stage[state.mesh.pp.index]

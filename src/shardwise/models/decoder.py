@@ -134,6 +134,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
+                # layers that are added to the residual start smaller by the root of their number
                 residual = name.endswith(("attention.out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / sqrt(2 * config.layers) if residual else 0.02)
 

@@ -68,6 +68,7 @@ class Router(nn.Module):
         k, experts = self.config.top_k, self.config.experts
         logits = F.linear(x, self.weight)
         scores = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)
+        # the bias steers which experts are chosen; their weights are the scores without it
         wanted = scores if self.bias is None else scores + self.bias
         index = wanted.detach().topk(k, dim=-1).indices  # (B, S, k)
         weight = scores.gather(-1, index)
@@ -78,6 +79,7 @@ class Router(nn.Module):
         if self.bias is not None:
             excess = EXCESS * (self.bias * (count - even)).sum(-1)
             term = term + excess - excess.detach()  # a gradient and no value
+        # rows beyond what an expert takes of a sequence count nothing, whichever samples are together
         if self.config.capacity is not None:
             most = ceil(self.config.capacity * even)
             place = (chosen.cumsum(1) * chosen).sum(-1).view_as(index)  # from 1, within the sequence

@@ -97,6 +97,7 @@ def simulate_cut(
     )
     parts |= moved_seconds(ranks, layout, cluster, states, rounds.micro_s, layout.n_micro * layout.rounds)
     parts |= engine_seconds(ranks[0], layout, added, parts["compute"])
+    # GAPS is of published runs, which are of accelerators
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0

@@ -77,6 +77,7 @@ def memory(
     peaks = _peaks(model, layout, states, updated + experts, reduced, owned)
     top = max(peaks, key=lambda name: peaks[name])
     terms[top] = peaks[top]
+    # batch_on_device: a CPU, where every rank holds the whole batch; an accelerator has a micro-batch of it
     if model.batch_bytes and (model.batch_on_device or layout.cut_positions == 1):  # shares of it are in the trace
         samples_here = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
         terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * samples_here
@@ -212,6 +213,7 @@ def _peaks(
     if owned is not None:  # whole gradients, beside what is sent and received, and beside the update
         temporaries = max(owned.copied + temporaries, 2 * owned.over_dp + updated, owned.exchanged)
     out = {"micro-batch": model.peak(layout.micro_batch)}
+    # the update runs on the host, in whose memory its temporaries lie
     if weights_on_host(layout.offload):
         return out
     if model.small.arrived:
@@ -247,7 +249,7 @@ def _updated_within(model: Model, layout: Layout, states: States) -> float:
         top = max(top, live + sum(held.values()))
         while sent < len(buckets) and not waits[sent]:
             sent += 1
-            if ranks > 1 and model.batch_on_device:  # gloo reduces copies
+            if ranks > 1 and model.batch_on_device:  # a CPU, where gloo reduces copies of the two on their way
                 copies = sum(bucket.size for bucket in buckets[max(0, sent - 2) : sent]) * width
                 top = max(top, live - sizes[place] * states.weight + sum(held.values()) + copies)
             done = sent - 1 if summing == 1 else sent - 2  # the last one is still on its way

@@ -81,6 +81,7 @@ class Estimator:
         front = self.shape.dense_layers if p == 1 else 0
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
         reduce_s, gather_s = reduction_seconds(step, parameters, self.shape.layers / p)
+        # zero=3: weights and gradients pass beside compute, where the software asks for units ahead
         if layout.sharded.weights:
             gathered = 1 if whole_in_pipeline(self.software, layout) else every
             wire = gathered * layout.sharded.gathers * gather_s

@@ -70,6 +70,7 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
         [getattr(stage, name) for stage in by_stage] for name in ("forward", "backward", "weight", "exposed")
     )
     waits = _data_waits(step, layers, dense, forward, backward, weight)
+    # a rank of tp sends its share of the positions (sp), or a cut of what all of them have
     message = lay.tokens * shape.hidden * 2 / (lay.tp if lay.sp or step.software.split_sends else 1)
     distance = step.group("pp").stride
     home = [owner * distance for owner in owner]
@@ -125,6 +126,7 @@ def _data_waits(
     """Adds each stage's wait for its data ranks in a micro-batch to its seconds; returns these waits, by stage."""
     lay, shape, soft = step.layout, step.shape, step.software
     waits = [0.0] * len(layers)
+    # gradients are summed once in a step (`_once`), and no micro-batch waits
     if not lay.sharded.gradients or whole_in_pipeline(soft, lay):
         return waits
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
@@ -134,6 +136,7 @@ def _data_waits(
         ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
         end_scatter, end_gather = reduction_seconds(inner, ends, 1.0)
         units = max(1, round(count))
+        # zero=2: no weights are gathered, and gradients follow the backward that makes them
         if lay.sharded.flat:
             window = weight[stage] if KINDS[lay.schedule].split else backward[stage] + weight[stage]
             waits[stage] = beside(window, count * scatter + end_scatter, units, soft.overlap_dp)

@@ -59,6 +59,7 @@ def simulate(
     layer, layers = block.layer(), shape.layers / layout.pp
     computes = layer.forward + layer.backward_input + layer.backward_weight
     forecast.basis |= host_basis(step.kernels, layers * sum(block.started), layers * computes)
+    # the host starts a layer's ops as slowly as the device computes them, or more slowly
     if sum(layer.host) > times.layer.seconds * 0.999 * GAPS:
         forecast.basis["host"] = HOST_BASIS.format(1e3 * sum(layer.host))
     if layout.cp > 1:

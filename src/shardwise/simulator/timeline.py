@@ -29,6 +29,7 @@ def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict
     """Returns rows of forecasts on more and fewer data ranks, with equal work for each (weak) or one batch (strong)."""
     rows: list[dict[str, Any]] = []
     for factor in (0.25, 0.5, 1, 2, 4):
+        # what grows: replicas where there are any, or no shards
         name = "replicas" if layout.shard == 1 or layout.replicas > 1 else "shard"
         degree = getattr(layout, name) * factor
         if degree != int(degree) or degree < 1:

@@ -150,6 +150,7 @@ def simulate_traced(
         parts["batch norm communication"] = layout.n_micro * once  # of channels, whatever the samples
     parts |= moved_seconds([model], layout, cluster, states, micro, layout.n_micro)
     parts |= engine_seconds(model, layout, added, parts["compute"])
+    # GAPS is of published runs, which are of accelerators
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
@@ -279,6 +280,7 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
     into = 0.0 if layout.sharded.weights else 2 * states.gradient * elements  # gradients into their buckets, copied
     divided = 2 * states.gradient * elements / over  # by the weight
     coding = coding_bytes(states, layout, model.update.coded) * elements / over
+    # a probed device: its ops as they were measured; else bytes by the rate of its memory
     if kernels.ops is not None:
         ops = kernels.ops
         by_size = {

@@ -146,6 +146,7 @@ def _sees(token: Path) -> bool:
             names = []
         if token.name in names:
             return True
+        # an empty listing may be an old one too
         if time.monotonic() > until:
             return False
         time.sleep(0.2)

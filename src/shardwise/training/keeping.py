@@ -124,6 +124,7 @@ class Keeper:
         self._saves = self._failures = 0
         self._waited_for = True
         self._look_at, self._looked_after, self._looked, self._saved = 0, 0, time.monotonic(), time.monotonic()
+        # 0: no checkpoints; None: by minutes
         if self.every != 0:
             self.stopping.start()
             keep, background = config.checkpoint_keep, config.checkpoint_background
@@ -201,6 +202,7 @@ class Keeper:
     def _set_aside(self, restored: Restored) -> None:
         """Renames checkpoints that are damaged, or of steps that are taken again, so that later scans skip them."""
         own = home_of(self.job.effective, self.job.folder)
+        # another run's checkpoints are read and left as they are
         if restored.folder.parent.absolute() != own.absolute():
             return
         for path in restored.damaged:
@@ -264,6 +266,7 @@ class Keeper:
             return False
         due = bool(self.every) and done % int(self.every or 1) == 0
         stop = False
+        # asking all ranks (signals, clocks) is a collective: every few seconds, not at each step
         if done >= self._look_at:
             stop, by_time = self._look(done)
             due = due or by_time

@@ -129,6 +129,7 @@ class _Rank:
             sinks += engine_sinks(os.environ, home_of(job.effective, job.folder.absolute()), job.steps)
             self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl", sinks)))
         self.display: Display | None = None
+        # launched ranks write lines into files of their own; a proof's run shows nothing
         if (engine.rank == 0 or job.launched) and job.proof is None:
             live = None if engine.rank == 0 else False
             first = "first step: compiling the blocks" if plan.compile else "first step"
@@ -153,7 +154,10 @@ class _Rank:
         self.eval_metrics: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Run every step and the end; returns what `summary.json` holds."""
+        """Run every step and the end; returns what `summary.json` holds.
+
+        Of a run that was asked to stop it returns `_stopped`'s {folder, stopped, notices}, which is not written.
+        """
         started = time.monotonic()
         self._announce()
         # an earlier attempt did every step, so no step here sets the losses that the summary needs
@@ -256,6 +260,7 @@ class _Rank:
             batch = next(self.batches)
         started = time.perf_counter()
         with self.profile.inside(step, "step"):
+            # counting slows a step, of which a profile would tell
             observed = taken == OBSERVED and step not in self.profile.steps
             result = self._observed_step(step, batch) if observed else self.engine.step(batch)
         self._profiled(step)
@@ -292,6 +297,7 @@ class _Rank:
         word = self.watch.add(started - asked, seconds)
         if word is not None:
             self.engine.notices.append(word)
+        # once, and collective: the steps before have made all buffers
         if taken == OBSERVED + 1:
             self._look_at_memory()
         if self.display is not None:

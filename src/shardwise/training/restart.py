@@ -61,6 +61,7 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
             if why_not:
                 attempts.write(entry)
                 error.add_note(f"not started again: {why_not}" if attempts.budget else why_not)
+                # after such a reason the same run may get further: the message says how
                 if entry["reason"] in LOST:
                     error.args = (f"{error}\n{how_to_go_on(attempts.job)}",)
                 raise

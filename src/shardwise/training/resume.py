@@ -146,6 +146,7 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
             else "neither it nor its `checkpoints` holds a checkpoint: give a run's folder, or new"
         )
         raise InputError(f"--resume {asked}: {why}")
+    # a store holds checkpoints alone: the run gets a folder of its own here
     if is_remote(path):
         return None, path, []
     run = next((above for above in (path.parent, path.parent.parent) if (above / CHECKPOINTS).is_dir()), None)

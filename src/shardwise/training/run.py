@@ -363,6 +363,7 @@ def _kept_errors(job: Job, name: str) -> Iterator[None]:
         # nothing was trained, so nothing is left: test_a_plan_that_the_ranks_refuse_leaves_no_folder
         if refused and new and not begun:
             shutil.rmtree(folder, ignore_errors=True)
+        # a resumed run that is refused stays as it was
         elif (new or not refused) and folder.is_dir():  # it may have been moved or deleted meanwhile
             (folder / name).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
             setattr(error, "log", folder / name)  # noqa: B010, for the command line to tell
