@@ -67,6 +67,30 @@ def test_what_one_rank_cannot_do_is_named(plan: str, case: str, words: str, pool
         pool.run(on_one_rank, 2, plan, case, timeout_s=60)
 
 
+def after_a_forward_that_raised(plan: str) -> tuple[list[torch.Tensor], list[int]]:
+    prepared, model, optimizer, loader = begin(plan, net(), batches(12))
+    counts = []
+    for x, y in loader:
+        for _ in range(2):
+            with pytest.raises(TypeError):
+                model(x, no_such_argument=True)
+        with prepared.whole():
+            counts.append(sum(p.numel() for p in model.parameters()))
+        prepared.backward(mse(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+    with prepared.whole():
+        return [p.detach().clone() for p in model.parameters()], counts
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3"])
+def test_a_script_goes_on_after_a_forward_that_raised(plan: str, pool: RankPool) -> None:
+    (weights, counts), *_ = pool.run(after_a_forward_that_raised, 2, plan, timeout_s=60)
+    alone, whole = pool.run(after_a_forward_that_raised, 1, "single", timeout_s=60)[0]
+    assert counts == whole
+    torch.testing.assert_close(weights, alone, rtol=1e-12, atol=1e-12)
+
+
 # --- calls that some ranks make
 
 SOME = """

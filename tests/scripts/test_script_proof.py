@@ -280,6 +280,13 @@ def test_nothing_of_the_user_is_overwritten(pool: RankPool, tmp_path: Path, monk
     with pytest.raises(InputError, match="by an absolute path"):
         prove(pool, tmp_path, absolute, steps=None)
     assert (tmp_path / "last.pt").read_text() == "mine"
+    for removed in (
+        f"os.rename({str(tmp_path / 'out')!r}, 'there')",
+        f"__import__('shutil').rmtree({str(tmp_path / 'out')!r})",
+    ):
+        with pytest.raises(InputError, match="by an absolute path"):
+            prove(pool, tmp_path, PREPARED + f"import os\nif prepared.rank == 0:\n    {removed}\n", steps=None)
+        assert (tmp_path / "out/old.txt").read_text() == "old"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

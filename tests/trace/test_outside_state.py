@@ -35,13 +35,14 @@ def test_globals_classes_closures_defaults_and_stores_of_hooks_are_put_back() ->
     state = ModuleState(module)
     module(torch.ones(2, remembering_tasks.WIDTH))
     remembering_tasks.Outside.late = 3  # type: ignore[attr-defined]
+    remembering_tasks.Outside.first = Logger(0)  # type: ignore[attr-defined]
     assert state.outside is not None
-    names = {"FORWARDS", "STORE", "seen", "count", "a default of noted", "Rows", "partial"}
+    names = {"FORWARDS", "STORE", "seen", "count", "a default of noted", "Rows", "partial", "late", "first"}
     assert names <= set(state.outside.changed())
     state.restore()
     assert (remembering_tasks.FORWARDS, remembering_tasks.STORE, remembering_tasks.Outside.seen) == ([0], {}, 0)
     assert not (rows.rows or store or remembering_tasks.noted.__defaults__[0])  # type: ignore[index]
-    assert not hasattr(remembering_tasks.Outside, "late") and not state.outside.changed()
+    assert not {"late", "first"} & vars(remembering_tasks.Outside).keys() and not state.outside.changed()
 
 
 class Logger:

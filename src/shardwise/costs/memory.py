@@ -90,7 +90,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
     for kind, count in parameters.items():
         ranks = float(layout.shard_ranks) if stage.state else 1.0
         if kind == "experts" and layout.ep > 1:
-            ranks = max(1.0, ranks * (layout.tp if layout.ep > 1 else 1) / layout.ep)
+            ranks = max(1.0, ranks * layout.tp / layout.ep)
         share = 1.0 / ranks
         out["weights"] += count * policy.weight * (share if stage.weights else 1.0)
         out["gradients"] += count * policy.gradient * (share if stage.gradients else 1.0)

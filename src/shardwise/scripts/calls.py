@@ -57,6 +57,7 @@ class Calls(Loop):
         self.pieces = False  # ranks hold pieces of weights or state
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
+        self._running: list[bool] = []  # for each call of the model that has begun: it is counted there
         self.notices: Notices = leader.notices if leader is not None else Notices(mesh.rank)
         if self.on_every_rank:
             self.notices.say(['loss_scope="model": every rank runs the model on all samples of a batch'])
@@ -145,6 +146,7 @@ class Calls(Loop):
         self._door = Door(self.model, positions) if positions is not None else None
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
+        self.model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
         if self.mesh.world.size > 1:
             self._listen(engine)
         self._classes.changed()
@@ -154,6 +156,7 @@ class Calls(Loop):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before a forward: returns (args, kwargs) cast, cut to samples and positions; follows draws."""
         assert self.engine is not None
+        self._running.append(False)
         # tensors of a torch.func transform have no memory that could be sent
         if self.mesh.world.size > 1:
             refuse_transform()
@@ -167,7 +170,7 @@ class Calls(Loop):
         # a parameter that the script put in another's place would be used here, and not trained
         if (script := self._script()) is not None:
             script.settle()
-        self.inside += 1
+        self._running[-1], self.inside = True, self.inside + 1
         trains = self._trains(module)
         # the outermost call alone meets the loader's batches; calls inside it are part of it
         if self.inside == 1 and self.mesh.data.size > 1:
@@ -256,7 +259,7 @@ class Calls(Loop):
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Hook after a forward: returns the output as the script's own code may use it: whole, cast, of all samples."""
         assert self.engine is not None
-        self.inside -= 1
+        self._running[-1], self.inside = False, self.inside - 1
         self._classes.give_back()
         if self.draws is not None:
             self.draws.leave()
@@ -281,6 +284,16 @@ class Calls(Loop):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_return)
         return output
+
+    def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Hook after a forward, whatever came of it: of one that raised, a script that goes on finds nothing begun."""
+        assert self.engine is not None
+        if self._running.pop():
+            self.inside -= 1
+            self._classes.give_back()
+            self.engine.state.phase.same = False
+            if self.draws is not None:
+                self.draws.inside = self.draws.alike = False
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Let batch norm count samples once that every rank has (a GAN's fixed noise). Collective.

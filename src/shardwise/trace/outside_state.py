@@ -266,6 +266,7 @@ class OutsideState:
     def changed(self) -> list[str]:
         """Returns the names of places and objects whose value or contents have changed."""
         names = [name for owner, name, value in self._kept if _read(owner, name) is not value]
+        names += [name for _, name in self._new()]
         return [*names, *(name for name, contents in self._contents if contents.changed())]
 
     def restore(self) -> None:
@@ -274,13 +275,17 @@ class OutsideState:
             # the same object again, not a copy: others may hold it
             if _read(owner, name) is not value:
                 _remove(owner, name) if value is _ABSENT else _write(owner, name, value)
-        # functions and dunders that a class has got since are code, and stay; plain values are taken away
-        for kind, before in self._classes:
-            for name in vars(kind).keys() - before:
-                if isinstance(vars(kind)[name], _VALUES) and not name.startswith("__"):
-                    delattr(kind, name)
+        for kind, name in self._new():
+            delattr(kind, name)
         for _, contents in self._contents:
             contents.restore()
+
+    def _new(self) -> list[tuple[type, str]]:
+        """Returns (class, name) of what classes have got since: not functions and dunders, which are code."""
+        return [
+            (kind, name) for kind, before in self._classes for name in vars(kind).keys() - before
+            if (isinstance(vars(kind)[name], _VALUES) or is_own(vars(kind)[name])) and not name.startswith("__")
+        ]  # fmt: skip
 
 
 def _bounded(value: Any) -> bool:

@@ -97,8 +97,10 @@ class Scratch:
 
     def _before_write(self, path: str, *, keeps: bool) -> None:
         """Replace a link by a file of the script's own before it is written; `keeps`: with the user's content."""
-        self._refuse_outside(path)
         link = Path(path)
+        # a folder is opened so for a file without a name in it (O_TMPFILE)
+        if not link.is_dir():
+            self._refuse_outside(path)
         # no link: the file is a copy already, or new
         if not link.is_symlink() or not self._is_inside(link):
             return
@@ -115,9 +117,9 @@ class Scratch:
         return Path(os.path.abspath(path)).parent.resolve().is_relative_to(self._folder)
 
     def _refuse_outside(self, path: str) -> None:
-        """Raise `InputError` before a file beside the script is written or removed by an absolute path."""
+        """Raise `InputError` before a file or folder beside the script is written or removed by an absolute path."""
         place = Path(os.path.abspath(path))
-        if self._is_inside(place) or "__pycache__" in place.parts or place.is_dir():
+        if self._is_inside(place) or "__pycache__" in place.parts:
             return
         place = place.parent.resolve() / place.name
         if any(_belongs_to(place, Path(folder)) for folder in self._guarded):
