@@ -228,8 +228,9 @@ def convolution_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output:
     if labels is not None and any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
     name, dims = param
-    if name in axes.frozen:
+    if name in axes.frozen:  # the plan keeps the weight whole, so channels with labels would have to be whole too
         return labels is None
+    # of a depthwise one dims[1] may be None: it has one index, and nothing is contracted
     outer, inner = (dims[1], dims[0]) if transposed else (dims[0], dims[1] or 0)
     seeds = axes.seeds[name, outer], axes.seeds[name, inner]
     of_bias = axes.labels(b)

@@ -20,6 +20,7 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 @rule("cat", "stack")
 def cat(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns `cat` or `stack` of tensors as a part: owners are joined where `dim` is the cut dim, else kept."""
+    # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if func._schema.name == "aten::stack":
