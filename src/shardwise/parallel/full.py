@@ -302,7 +302,7 @@ class FullShard:
             param.grad = None
             slot.master.grad = None
         self._whole_gradients.clear()
-        if self._gradients is not None:
+        if self._gradients is not None:  # shards lie in the host's memory, and so do gradients
             self._gradients.start_step()
         if self.order is not None:
             self.order.start_step()
@@ -342,14 +342,14 @@ class FullShard:
     def finish_step(self, used: set[int]) -> None:
         """Sets each master's gradient to this rank's reduced shard, None where no rank used the parameter."""
         self._used = used
-        if self._gradients is not None:
+        if self._gradients is not None:  # they lie in the host's memory
             self._gradients.put()
         if not self._whole_gradients:  # once in a step, however often this is called
             for index in self._uncut():
                 param = self.params[index]
                 # zeros where this rank's backward did not come: all ranks take part in the sum
                 gradient = torch.zeros_like(param).detach() if param.grad is None else param.grad.detach()
-                if gradient.numel() and self.order is not None:
+                if gradient.numel() and self.order is not None:  # deterministic: in a fixed order of ranks
                     total = self.order.whole(index, self._padded(gradient))
                     gradient = total[: gradient.numel()].view(param.shape)
                 elif gradient.numel():

@@ -81,6 +81,7 @@ def _in_its_stead(
         parent = inner[0]
         if (parent.path, parent.place) in flow.varies:  # all around the place may be left out, stand-ins too
             return None
+    # a call of torch's function is its caller's code, and all callers were asked above
     if call.own is not None or (call.path, call.place) not in flow.varies:
         return ()
     stand_ins: list[CutPoint] = []

@@ -147,14 +147,14 @@ class StagedModule:
             if call.own is None:  # at a call where the stage may both begin and end, it begins first
                 at_hand = actions.get((id(child), call.place))
                 add(call.path, call.place, partial(action, edge, at_hand))
-            else:
+            else:  # at a function of torch that the module's own code calls
                 marks.setdefault((id(child), call.place), {})[call.own] = partial(action, edge, None)
                 followed += [child, *map(self.module.get_submodule, edge.point.callees)]
         notes: dict[tuple[int, int], set[_Key]] = {}
         own: dict[tuple[int, int], dict[Spot, Holder]] = {}
         for holder in stage.holders:
             child = self.module.get_submodule(holder.path)
-            if holder.own is not None:
+            if holder.own is not None:  # a value that the module's own code keeps to itself
                 own.setdefault((id(child), holder.place), {})[holder.own[0]] = holder
             else:
                 notes.setdefault((id(child), holder.place), set()).add(_key(holder))
@@ -185,7 +185,7 @@ class StagedModule:
                 made = action(args, kwargs) if action is not None else None
             with self._inside((id(child), place)):
                 output = inner(*args, **kwargs) if made is None else made[0]
-            if made is not None and self._shared is not None:
+            if made is not None and self._shared is not None:  # gradients by made-up values are made up too
                 self._shared.note(output)
             for note in notes:
                 if not note[2]:
@@ -232,7 +232,7 @@ class StagedModule:
                 try:
                     output, left = self._walk(stage, lambda: inner(*args, **kwargs))
                 except RAISED as again:
-                    if self._entered or not isinstance(error, IndexError):
+                    if self._entered or not isinstance(error, IndexError):  # else an index was computed of NaN
                         raise again from error
                     raise self._on_nothing(stage, error) from error
             self._check(stage, left)

@@ -153,7 +153,7 @@ class Tape:
         """Differentiates `outputs` within this stage; adds to `walk.pending` (received leaves) and `walk.grads`."""
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True)
                  if o is not None and g is not None and o.requires_grad]  # fmt: skip
-        if walk.final is not None:
+        if walk.final is not None:  # the loss's: the weights' gradients are taken through these at the end
             walk.final += pairs
         # rounds that are younger than the walk are its own: a gradient goes back through older ones alone
         leaves = [leaf for turn in self.rounds[: walk.until] for leaf in turn.got if self._counts(walk, turn, leaf)]
@@ -350,6 +350,7 @@ class SharedGradients(TorchFunctionMode):
         tensors = tensors_in((args, kwargs))
         # a parameter may be another stage's, which is NaN here; those of this stage are used from its beginning on
         of_batch = not any(isinstance(tensor, nn.Parameter) or tensor in self.made_up for tensor in tensors)
+        # a gradient of made-up values is made up too; of the batch alone it is right before the stage begins
         if own:
             self.count()
             if not (of_batch and any(tensor.requires_grad for tensor in tensors)):
