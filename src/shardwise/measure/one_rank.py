@@ -37,7 +37,7 @@ def run_alone(
     from shardwise.memory.live import LiveBytes
 
     plan = Plan.parse(plan_text)
-    if dist.is_initialized():
+    if dist.is_initialized():  # the group of one rank in which this process was started
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     task = make()

@@ -204,7 +204,7 @@ def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Returns the results of a call on waiting tensors: `Waiting` again, or computed."""
     args, kwargs = replaced(Waiting, lambda tensor: tensor.made() if tensor.call.values else tensor, (args, kwargs))
     waiting = tensors_in((args, kwargs), Waiting)
-    if not waiting:
+    if not waiting:  # all of them were computed whole before
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if any(tensor.grad_fn is not None for tensor in waiting):  # what a function of autograd's own returned
@@ -272,9 +272,9 @@ class _Written:
         if not isinstance(tensor, Waiting):
             return self._input(tensor)
         call = tensor.call
-        if call.values is not None:
+        if call.values is not None:  # computed whole meanwhile
             return self._input(tensor.made())
-        if call.dim is not None:
+        if call.dim is not None:  # the rows that came in: what is cut into chunks
             call.check()
             return self._input(call.args[0], call.dim)
         return ResultOf(self.add(call), tensor.place)

@@ -153,7 +153,7 @@ class FullShard:
         for shard in shards:
             shard.set_gradient_divide_factor(1.0)  # gradients are sums here: the engine divides by the global weight
             shard.set_force_sum_reduction_for_comms(True)
-            if self.order is not None:
+            if self.order is not None:  # deterministic: in a fixed order of ranks
                 shard.set_custom_reduce_scatter(ReduceInOrder(self.order))
         self._gradients = HostGradients(shards) if self.host else None
         for shard in shards if self.host and self.ranks == 1 and can_pin(mesh.device) else ():
@@ -296,7 +296,7 @@ class FullShard:
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
-        if self.moved is not None:
+        if self.moved is not None:  # what others than gathers have read of shards that lie elsewhere
             self.moved.let_go()
         for param, slot in zip(self.params, self.slots, strict=True):
             param.grad = None

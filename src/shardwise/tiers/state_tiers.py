@@ -74,7 +74,7 @@ class StateTiers:
         try:
             for number, following in zip(left, [*left[1:], None], strict=False):
                 result = self.update(number, step, following)
-            if self._held or not self._begun:
+            if self._held or not self._begun:  # those of no sub-group; once too where no group has a gradient
                 self._choose(self._held)
                 result = step()
             for running in self._running():
@@ -114,10 +114,10 @@ class StateTiers:
         kept       it may be taken back
         """
         place, group = self.groups[number]
-        if self._fetched != number:
+        if self._fetched != number:  # not read ahead
             self._fetch(place, group)
         self._fetched = None
-        if following is not None and not _share_buffer(self.groups[number], self.groups[following]):
+        if following is not None and not _share_buffer(self.groups[number], self.groups[following]):  # in use now
             self._fetched = following
             self._fetch(*self.groups[following])
         place.wait_for(group)
@@ -164,7 +164,7 @@ class StateTiers:
             self.undo.put_back(number_of[id(group)])
             for entry in group.entries:
                 self._rest_again(entry, group)
-                if entry.param is None and entry.spec.codec is None and self.rounds:
+                if entry.param is None and entry.spec.codec is None and self.rounds:  # the step had rounded it
                     weight, master = pairs[entry.wide]
                     weight.copy_(master)
         self._broken = False
@@ -197,7 +197,7 @@ class StateTiers:
         tensor = self._tensor(entry)
         if tensor is None or _rests(entry, tensor, group):
             return
-        if entry.spec.codec is not None:
+        if entry.spec.codec is not None:  # it rests in fewer bits than it has
             rest = self._rest_of(entry, group.rest)
             rest.put(tensor)
             self._lay(entry, rest)
@@ -216,7 +216,7 @@ class StateTiers:
         On the device they are of the "optimizer", and of its "parameters".
         """
         sizes = Counter[str]()
-        if self.undo is not None:
+        if self.undo is not None:  # copies of what a step changes, in a file
             sizes["disk"] += self.undo.size
         for place, group in self.groups:
             if isinstance(place, DeviceMemory):
@@ -260,17 +260,17 @@ class StateTiers:
             tensor = self._tensor(entry)
             if tensor is None:
                 continue  # no state yet, or of another kind than on zeros: it stays where it is
-            if entry.param is None:
+            if entry.param is None:  # a master, of which the optimizer may have made another tensor
                 self._gather_views(entry.wide, tensor)
-                if self.rounds:
+                if self.rounds:  # nobody else puts masters into the module's weights
                     pairs[entry.wide][0].copy_(tensor)
-            if entry.spec.codec is not None:
+            if entry.spec.codec is not None:  # it rests in fewer bits than it has
                 draw = None if entry.param is None or self.draws is None else self.draws(entry.param, entry.path)
                 self._rest_of(entry, group.buffer).put(tensor, draw)
                 self._lay(entry, self._rest_of(entry, group.after))
                 continue
             here = entry.spec.within(group.buffer, entry.offset)
-            if not _lies_in(tensor, here):
+            if not _lies_in(tensor, here):  # computed elsewhere: on the device, or as a new tensor
                 here.copy_(tensor.detach())
                 came = came or on_host(tensor.device)
             self._point(entry, entry.spec.alone(group.after, entry.offset))
