@@ -143,7 +143,7 @@ class FullShard:
             cast_forward_inputs=False,
         )
         whole = {param for param in module.parameters() if id(param) in self._whole}
-        frees = mesh.plan.sharded.gathers > 1
+        frees = mesh.plan.sharded.gathers > 1  # gathered anew in backward, so freed after forward
         options = {"mesh": device_mesh, "reshard_after_forward": frees, "shard_placement_fn": placement}
         options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
         options |= {"offload_policy": CPUOffloadPolicy(pin_memory=can_pin(mesh.device))} if self.host else {}

@@ -70,6 +70,7 @@ def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> 
         for part in parts_in([output]):
             part.copied = args[0].copied or not _writes_through(part.local, args[0].local)
             part.source = ViewOf(args[0]) if args[0].source is not None else None
+            # places along one dim stay such in any view; of a matrix of places a view may move the column
             part.own = args[0].own if args[0].own is not None and args[0].own[1] is None else part.own
     elif op.writes and is_part(args[0]):
         # a view that is a copy here gives what was written on to what it is a view of

@@ -62,6 +62,7 @@ def gathered(part: Part) -> torch.Tensor:
     # each rank sends as many rows as the longest has; `whole_of` drops what was added
     front = rows_of(part.local, dim, owners, repeat=axis.rehearsal is not None)
     kind = front.dtype
+    # bools are sent as bytes
     flat = front.view(torch.uint8) if kind is torch.bool else front
     table = flat.new_empty((axis.size * len(front), *front.shape[1:]))
     all_gather(table.view(-1), flat.view(-1), axis, "activations")

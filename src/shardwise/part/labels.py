@@ -176,6 +176,7 @@ class Axes(TorchDispatchMode):
         if func._schema.is_mutable:
             storages = {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
             self.written |= {name for name, _, storage in self.named if storage in storages}
+        # rules are of ATen's operations; others are met when the cuts are rehearsed
         if func.namespace == "aten":
             tensors = tensors_in((args, kwargs))
             # most operations read nothing that is labelled

@@ -181,6 +181,7 @@ class Activations:
             self._wrap(block, store)
 
     def _wrap(self, block: nn.Module, store: Store | None) -> None:
+        """Lets what the block's forward keeps go to the store; None: it stays, and still starts what comes back."""
         forward = block.forward
 
         def moving(*args: Any, **kwargs: Any) -> Any:
@@ -215,6 +216,7 @@ class Activations:
                     moved.let_go()
 
     def _put(self, block: nn.Module, call: BlockCall, store: Store) -> None:
+        """Starts to move the storages that a call keeps, each once; those that are small, or of weights, stay."""
         by_storage: dict[int, list[Saved]] = {}
         for saved in _alive(call.kept):
             lowest = memory_of(saved.tensor)

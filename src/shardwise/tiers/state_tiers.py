@@ -194,6 +194,7 @@ class StateTiers:
                     self._wake(entry, self._rest_of(entry, group.rest).take())
 
     def _rest(self, group: Subgroup, entry: Entry) -> None:
+        """Puts a tensor of state, or a master, where it rests, and points whoever holds it there."""
         tensor = self._tensor(entry)
         if tensor is None or _rests(entry, tensor, group):
             return
@@ -255,6 +256,7 @@ class StateTiers:
 
     @torch.no_grad()
     def _leave(self, group: Subgroup) -> None:
+        """Puts what a step has made of a sub-group where it rests, and masters into the module's weights."""
         pairs, came = self.masters(), False
         for entry in group.entries:
             tensor = self._tensor(entry)

@@ -315,6 +315,7 @@ class _Extent(Token):
         self._started = self._store.start(self._store.read, self._room, self._start)
 
     def bytes(self) -> torch.Tensor:
+        """Returns the storage's bytes, on its device; waits for the read, or starts it."""
         if self._back is None and self._room is None:  # nobody asked ahead
             self.fetch()
         self._finish()

@@ -86,7 +86,7 @@ def _in_its_stead(
         return ()
     stand_ins: list[CutPoint] = []
     for sibling in parent.inside if place.clean else ():
-        if sibling.enter <= call.enter:
+        if sibling.enter <= call.enter:  # the place itself, or before it
             continue
         other = by_call.get((sibling.path, sibling.place))
         # other shapes: those of a boundary's messages are told once, and must stay (`messages`)

@@ -84,6 +84,7 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return put(func, args, kwargs)
     if (put_in_own := _put_in_own(func, x, indices, values, rest)) is not None:
         return put_in_own
+    # any rank may name any place of x, so indices that are cut are gathered
     if is_part(x) and x.axis.positions:
         return _put_by_whole_indices(func, x, [gathered(i) if is_part(i) else i for i in indices], values, rest)
     # the cases below give new tensors
