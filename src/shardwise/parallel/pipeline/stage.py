@@ -179,7 +179,7 @@ class StagedModule:
             action = self._actions[self._stage.index].get((id(child), place))
             notes = self._notes[self._stage.index].get((id(child), place), ())
             for note in notes:
-                if note[2] and not hooked:  # of the arguments, else of the result
+                if note[2] and not hooked:  # of the arguments, else of the result (hooked: `_before_hooks`)
                     self._noted[note] = tree_flatten((args, kwargs))[0]
             with self._inside(None):  # what an action calls of torch is nobody's own code
                 made = action(args, kwargs) if action is not None else None
