@@ -49,7 +49,7 @@ def run_alone(
         engine.state.on_nonfinite = "use"  # before torch 2.13 sums stay as memory was; the update is one all the same
         for step in range(2):
             engine.step(batch_of(step))
-            if step == 0:
+            if step == 0:  # the peak is that of the second step, which finds the optimizer's state
                 rest = live.now
                 live.reset_peak()
         peak = live.peak

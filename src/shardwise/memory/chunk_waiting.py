@@ -215,9 +215,9 @@ def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
     if tried.what == "tells":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if tried.what == "waits":
+    if tried.what == "waits":  # each position by itself, and wide still
         return waits(WaitingCall(func, args, kwargs, tried, least, chunks))
-    if tried.what == "ends":
+    if tried.what == "ends":  # as narrow as what came in, or a sum over positions: now all that waits runs
         try:
             return _computed(WaitingCall(func, args, kwargs, tried, least, chunks))
         except Uncut:  # what a rule does with tensors that are cut over ranks as well

@@ -268,7 +268,7 @@ class Flat:
                 bring_back(slot.master, self._outside(index, part.master[start:stop]))
         pending = []
         for part in self.shards:
-            if self.precision.mixed and not rounded:  # else masters lie in the gathered memory itself
+            if self.precision.mixed and not rounded:  # else what is gathered has the masters' values
                 part.mine.copy_(part.master)
             pending.append(all_gather(part.weights, part.mine, self.axis, "parameters", wait=False))
         for work in pending:

@@ -304,7 +304,7 @@ class FullShard:
         self._whole_gradients.clear()
         if self._gradients is not None:  # shards lie in the host's memory, and so do gradients
             self._gradients.start_step()
-        if self.order is not None:
+        if self.order is not None:  # deterministic
             self.order.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
@@ -327,7 +327,7 @@ class FullShard:
                 assert self.order is not None
                 self.order.add(index, self._padded(param.grad.detach()))
                 param.grad = None
-        if self._gradients is not None:
+        if self._gradients is not None:  # they lie in the host's memory
             self._gradients.take()
         for unit in self.units:  # what a backward of the module's own ran again has no end that FSDP2 sees
             unit.reshard()

@@ -186,7 +186,7 @@ class Sum(Distributed):
                 self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, may_gather=True)
             else:
                 self.total = _laid_as(all_sum(self.local, self.axis), self.local)
-            if self.added is not None:
+            if self.added is not None:  # a bias, added once and not by each rank
                 self.total = self.total + self.added
             # masks are drawn in the order that memory has in one process, which a share of one index does not show
             if isinstance(self.total, Part):

@@ -86,7 +86,7 @@ class StateTiers:
         self._stepping = False
         for place in self.places:
             place.commit([group for other, group in self._begun if other is place])
-        if self.undo is not None:
+        if self.undo is not None:  # the step stands: what it changed is not put back any more
             self.undo.forget()
         self._round_others()
         return result
@@ -94,7 +94,7 @@ class StateTiers:
     def begin(self) -> None:
         """Begin a step, if that is not done: until it ends, `update` may come for one sub-group after the other."""
         self.check()
-        if self._stepping:
+        if self._stepping:  # `update` has come for a sub-group already
             return
         self._stepping, self._open = True, ExitStack()
         self._begun: list[tuple[Place, Subgroup]] = []
@@ -121,7 +121,7 @@ class StateTiers:
             self._fetched = following
             self._fetch(*self.groups[following])
         place.wait_for(group)
-        if self.shards is not None:
+        if self.shards is not None:  # the parameters themselves lie in a file
             self.shards.wait_for(group.params)
         self._begun.append((place, group))
         if kept and self.undo is not None:

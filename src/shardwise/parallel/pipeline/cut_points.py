@@ -62,7 +62,7 @@ def find_places(
             continue
         if missing:
             others.append((call, missing[0]))
-        elif crossing:
+        elif crossing:  # else nothing before it has parameters
             callees = {inner.path for inner in callers[call.path, call.place].inside} if functions else ()
             places.append(CutPoint(call, tuple(crossing), tuple(sorted(callees))))
     usable = met_always(flow, _lasting(flow, _usable(flow, places), own=own))

@@ -412,7 +412,7 @@ class StagedModule:
             needed = needs_gradient and on
             self._put(self._met(holder), received, needed, holder.written)
             leaves.append(self.taken[-1] if needed else None)
-        if self._tape is not None:
+        if self._tape is not None:  # gradients that the forward takes itself go back by these
             self._tape.received(leaves)
         self._made_up.clear()
 

@@ -133,7 +133,7 @@ class Tape:
         walk = Walk(index, bool(names.get("create_graph")), here, len(self.rounds))
         self._spread(walk, outputs, ones)
         self._back(walk, 0)
-        if walk.asked:
+        if walk.asked:  # stages before this one have summands too
             self._collect(walk)
         grads = [self._as_torch(grad, x, names) for grad, x in zip(walk.grads, inputs, strict=True)]
         return tuple(grads)
@@ -345,7 +345,7 @@ class SharedGradients(TorchFunctionMode):
         if transforming():  # inside `torch.func`, whose own gradients are no gradients of stages
             return func(*args, **kwargs)
         own = takes_gradients(func)
-        if self.begun():
+        if self.begun():  # in the stage's own part tensors have values
             return self.take(func, args, kwargs) if own else func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         # a parameter may be another stage's, which is NaN here; those of this stage are used from its beginning on

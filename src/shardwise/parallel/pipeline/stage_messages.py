@@ -245,7 +245,7 @@ class Mail:
 
     def _fetch(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
         """Returns the tensors of one message. Those that the same rank sent before it are received too, and kept."""
-        if self.owner[source] == self.owner[goal]:
+        if self.owner[source] == self.owner[goal]:  # both stages are this rank's
             return self._at_home.pop((tag, goal, batch))
         self._go_on_to((tag, source, goal, batch))
         if (tag, goal, batch) in self._asked:  # of a round: being received

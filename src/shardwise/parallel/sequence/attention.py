@@ -279,7 +279,7 @@ class _ReadHeads(torch.autograd.Function):
             payload = share_of(payload, HEADS, dealt, read.inside.axis)
         # several query heads read one key head, so their gradients are added
         local = payload.new_zeros(ctx.shape).index_add_(HEADS, ctx.places, payload)
-        if held_keys is not None:
+        if held_keys is not None:  # keys whose heads tp cuts
             local = held_keys.with_local(local)
         elif read.inside is not None:  # keys that tp's ranks all have, each of which has used them for its own queries
             local = Sum(local, read.inside.axis, spread=False)

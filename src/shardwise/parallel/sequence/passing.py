@@ -76,7 +76,7 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
                 gradients = _added(gradients, coming.received())
             if source == me:
                 own = gradients  # stays here; what other ranks add to it comes at the end
-            # on to the next rank that reads the block, or, from the last of them, home in its last round
+            # on to the next rank that reads the block, in the round that brings it there, or, from the last one, home
             else:
                 after = call.after(source)
                 number = step if after is None else _round_of(call, source, after)
@@ -88,7 +88,7 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
         receives = [] if comes is None else [(comes, (source - 1) % axis.size, like)]
         receives += [(call.ways[me][-1], me, like)] if last else []
         arriving = rounds.begin(waiting.pop(step, []), receives)
-        if last:
+        if last:  # in this round the sum of this rank's own block comes home
             home = arriving.pop()
         coming = arriving[0] if arriving else None
     if home is not None:

@@ -121,7 +121,7 @@ def families(labels: WeightLabels) -> list[LinkedDims]:
     for i, classes in enumerate(uniques):
         classes = classes[classes != 0]
         for j in np.unique(first_node[classes]):
-            if j >= 0:
+            if j >= 0:  # -1: the class is new
                 root[find(i)] = find(int(j))
         first_node[classes] = i
     members: dict[int, list[int]] = {}

@@ -64,6 +64,7 @@ class RawReads(TorchFunctionMode):
         if (met or whole) and by_a_module(sys._getframe(1)):  # not torch's own code, nor ours
             if met:
                 self._met(func, tensors, met, output)
+            # a whole weight, where positions are cut: its gradient would count once for each rank
             if any(tensor.requires_grad for tensor in tensors_in(output)) and whole:
                 self._refuse(whole[0])
         return output

@@ -41,6 +41,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
         # zeros for a split's undefined gradient, as long as their cut neighbour, and so dealt like it
         if all(p.dim_cut == dim for p in parts) and _like_its_neighbour(tensors, lead, dim):
             tensors = [t if is_part(t) else lead.with_local(lead.share(t, dim)) for t in tensors]
+        # positions: a whole tensor goes to the rank that owns what it stands beside
         elif all(p.dim_cut == dim for p in parts) and lead.axis.positions:
             tensors = _with_their_neighbours(tensors, lead, dim)
         else:

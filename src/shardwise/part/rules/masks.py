@@ -44,7 +44,7 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
     lead, cut = _cut(func, x, mask, place)
     whole = _whole_in_rehearsal(lead, mask)
     theirs = mask
-    if place <= cut < place + mask.dim():
+    if place <= cut < place + mask.dim():  # the mask covers the cut dim: each rank selects by its own share of it
         theirs = _seen(lead, share_as(mask, lead, cut - place), cut - place, whole)
     output = func(share_as(x, lead, cut), [*[None] * place, theirs])
     # the mask covers other dims, and selects the same on every rank: the cut dim keeps its owners

@@ -104,6 +104,7 @@ class PointwiseCuts:
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
+            # positions that lie otherwise are moved, which sends less than gathering them
             if self.lead.axis.positions and not tensor.may_gather and not self.crossing(tensor):
                 dim = self.dim - (self.ndim - tensor.dim())
                 return recut(tensor if dim == tensor.dim_cut else whole_inside(tensor), dim, self.owners).local

@@ -252,7 +252,7 @@ def view_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
             output._axes_of = kept
             return True
     labels = axes.labels(x)
-    if labels is not None and x.numel():
+    if labels is not None and x.numel():  # without elements the shapes do not say how dims are regrouped
         axes.give(output, relabel(labels, tuple(x.shape), tuple(output.shape)))
     return True
 

@@ -98,7 +98,7 @@ def deepened(
         return None
     window, afar = input, []
     for cut, sliding, outputs in zip(cut_dims, maps, ranges, strict=True):
-        if sliding.extent == sliding.stride == 1:
+        if sliding.extent == sliding.stride == 1:  # each output reads its own cell alone
             window = opened(window, [cut])
         else:
             wanted = tuple((sliding.reach(*span),) for span in outputs)

@@ -192,7 +192,7 @@ class _Overlapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
         """Returns the gradients of the tile, weight and bias; the halo's goes to the neighbours meanwhile."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return _of_window(ctx, gradient)
         call, dim, (local, weight, *strips) = ctx.call, ctx.call.dim, ctx.saved_tensors
         how, side, (wants_tile, wants_weight, wants_bias) = call.how, call.here, _goals(ctx)

@@ -78,7 +78,7 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
     windows = [window]
 
     def pack(saved: torch.Tensor) -> Any:
-        if not windows or not _same(saved, windows[0]):
+        if not windows or not _same(saved, windows[0]):  # something else that the operation keeps
             return saved
         strips, inside = [], saved.detach()
         for dim, front, behind in around:
