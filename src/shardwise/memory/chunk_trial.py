@@ -148,6 +148,7 @@ def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
     # a sum over turns is complete after the last one alone, so nothing may wait for it
     if Sum not in kinds and any(leaf.numel() > least for leaf in leaves):
         return Tried("waits", output, next(_numbers))
+    # views alone leave as much as came in: what waits is made whole for them
     return Tried("ends", output, next(_numbers)) if watch.computes else Tried("whole")
 
 

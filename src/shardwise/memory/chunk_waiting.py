@@ -202,6 +202,7 @@ def _as(like: Any, leaves: list) -> Any:
 
 def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Returns the results of a call on waiting tensors: `Waiting` again, or computed."""
+    # those that were computed meanwhile wait no more
     args, kwargs = replaced(Waiting, lambda tensor: tensor.made() if tensor.call.values else tensor, (args, kwargs))
     waiting = tensors_in((args, kwargs), Waiting)
     if not waiting:  # all of them were computed whole before

@@ -291,6 +291,7 @@ def _reader(leaf: str):
         else:
             with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read
                 weight = to_part(weight, cut.dim, cut.owners, axis, cut.name)
+                # its products are not cut, and it lies in shares to spare memory
                 weight = whole_over_axis(weight, axis) if cut.role in IN_SHARES else weight
         if weight is not param:
             weight.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`

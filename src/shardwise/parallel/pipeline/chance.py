@@ -85,6 +85,7 @@ def _in_its_stead(
     if call.own is not None or (call.path, call.place) not in flow.varies:
         return ()
     stand_ins: list[CutPoint] = []
+    # clean: all that crosses is given to the call, whose arguments' shapes are known
     for sibling in parent.inside if place.clean else ():
         if sibling.enter <= call.enter:  # the place itself, or before it
             continue

@@ -62,7 +62,7 @@ def find_places(
             continue
         if missing:
             others.append((call, missing[0]))
-        elif crossing:  # else nothing before it has parameters
+        elif crossing:  # else nothing that depends on parameters crosses
             callees = {inner.path for inner in callers[call.path, call.place].inside} if functions else ()
             places.append(CutPoint(call, tuple(crossing), tuple(sorted(callees))))
     usable = met_always(flow, _lasting(flow, _usable(flow, places), own=own))
@@ -162,7 +162,7 @@ def choose(
     Raises `RefusedPlan` where there are too few places, `InputError` for a name that is none.
     """
     units = [*units, *hooked_in_backward(module)]
-    tiers: list[list[CutPoint]] = []  # ever more places, ever harder to take hold of
+    tiers: list[list[CutPoint]] = []  # ever more places; first those where the call is given all
     for own in (False, True):
         places, others = find_places(flow, own=own)
         places = [place for place in _outside(places, units) if not (apart and crossed_at(flow, place))]

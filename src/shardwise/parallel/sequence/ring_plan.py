@@ -218,6 +218,7 @@ def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, devi
     allowed = indices_at(q, device).unsqueeze(1) >= indices_at(k, device)
     if part is None:
         return allowed
+    # a mask of bools says what may be read, one of numbers is added to scores
     return part & allowed if part.dtype is torch.bool else torch.where(allowed, part, -torch.inf)
 
 
