@@ -196,7 +196,7 @@ def _convolution(plain: Callable, dims: int) -> Callable:
     ) -> torch.Tensor:  # fmt: skip
         before, after = paddings(padding, weight.shape[2:], each(dilation, dims))
         widths = edges.declared(dims, list(zip(before, after, strict=True)), what)
-        if not widths:
+        if not widths:  # it pads no dim whose boundary is another than zeros
             return plain(input, weight, bias, stride, padding, dilation, groups)
         input = edges.padded(input, widths, dims, what)
         own = [0 if d in widths else before[d] for d in range(dims)]
@@ -244,7 +244,7 @@ def _pooling(plain: Callable, dims: int, by_mean: bool) -> Callable:
     ) -> Any:  # fmt: skip
         pads = each(padding, dims)
         widths = edges.declared(dims, [(n, n) for n in pads], what)
-        if not widths:
+        if not widths:  # it pads no dim whose boundary is another than zeros
             return plain(input, kernel_size, stride, padding, *more, **named)
         names = ("ceil_mode", "count_include_pad", "divisor_override") if by_mean else (
             "dilation", "ceil_mode", "return_indices")  # fmt: skip

@@ -37,7 +37,7 @@ def run_alone(
     from shardwise.memory.live import LiveBytes
 
     plan = Plan.parse(plan_text)
-    if dist.is_initialized():
+    if dist.is_initialized():  # the group of one rank in which this process was started
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     task = make()
@@ -49,7 +49,7 @@ def run_alone(
         engine.state.on_nonfinite = "use"  # before torch 2.13 sums stay as memory was; the update is one all the same
         for step in range(2):
             engine.step(batch_of(step))
-            if step == 0:
+            if step == 0:  # the peak is that of the second step, which finds the optimizer's state
                 rest = live.now
                 live.reset_peak()
         peak = live.peak

@@ -102,10 +102,10 @@ def step_times(
     for turn in range(rounds):
         for at, ((task, plan, follows), seen) in enumerate(zip(work, measured, strict=True)):
             left = budget.left_s()
-            if turn and took[at] > left:
+            if turn and took[at] > left:  # it would not end in time
                 continue
             apart = max(seen) / min(seen) if seen else 1.0
-            if turn == PASSES and over_ranks(apart) < AGREE:
+            if turn == PASSES and over_ranks(apart) < AGREE:  # the last round is for those whose passes disagree
                 continue
             say(_progress_text(turn, rounds, at, len(work), plan, left))
             seen.append(_seconds(task, plan, pace, left / (len(work) - at), follows))
@@ -376,10 +376,10 @@ def non_negative(features: np.ndarray, wanted: np.ndarray) -> Sequence[float]:
         for chosen in combinations(columns, size):
             part = features[:, chosen]
             weights, _, rank, _ = np.linalg.lstsq(part, wanted, rcond=None)
-            if rank < size or (weights < 0).any():
+            if rank < size or (weights < 0).any():  # columns that say the same; a cost below nothing
                 continue
             left = float(np.square(part @ weights - wanted).sum())
-            if left < least * (1 - 1e-9):
+            if left < least * (1 - 1e-9):  # fewer columns first: more must explain more than rounding does
                 best, least = np.zeros(features.shape[1]), left
                 best[list(chosen)] = weights
     return best.tolist()

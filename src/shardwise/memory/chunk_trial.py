@@ -108,9 +108,9 @@ def _key_of(tree: Any) -> Any:
         return tuple((key, _key_of(leaf)) for key, leaf in tree.items())
     if isinstance(tree, tuple | list):
         return type(tree), tuple(map(_key_of, tree))
-    if isinstance(tree, slice):
+    if isinstance(tree, slice):  # without a hash before Python 3.12
         return "slice", tree.start, tree.stop, tree.step
-    return type(tree), tree
+    return type(tree), tree  # the type too: True == 1 == 1.0
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,6 +148,7 @@ def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
     # a sum over turns is complete after the last one alone, so nothing may wait for it
     if Sum not in kinds and any(leaf.numel() > least for leaf in leaves):
         return Tried("waits", output, next(_numbers))
+    # views alone leave as much as came in: what waits is made whole for them
     return Tried("ends", output, next(_numbers)) if watch.computes else Tried("whole")
 
 

@@ -202,9 +202,10 @@ def _as(like: Any, leaves: list) -> Any:
 
 def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Returns the results of a call on waiting tensors: `Waiting` again, or computed."""
+    # those that were computed meanwhile wait no more
     args, kwargs = replaced(Waiting, lambda tensor: tensor.made() if tensor.call.values else tensor, (args, kwargs))
     waiting = tensors_in((args, kwargs), Waiting)
-    if not waiting:
+    if not waiting:  # all of them were computed whole before
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if any(tensor.grad_fn is not None for tensor in waiting):  # what a function of autograd's own returned
@@ -215,9 +216,9 @@ def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
     if tried.what == "tells":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if tried.what == "waits":
+    if tried.what == "waits":  # each position by itself, and wide still
         return waits(WaitingCall(func, args, kwargs, tried, least, chunks))
-    if tried.what == "ends":
+    if tried.what == "ends":  # as narrow as what came in, or a sum over positions: now all that waits runs
         try:
             return _computed(WaitingCall(func, args, kwargs, tried, least, chunks))
         except Uncut:  # what a rule does with tensors that are cut over ranks as well
@@ -272,9 +273,9 @@ class _Written:
         if not isinstance(tensor, Waiting):
             return self._input(tensor)
         call = tensor.call
-        if call.values is not None:
+        if call.values is not None:  # computed whole meanwhile
             return self._input(tensor.made())
-        if call.dim is not None:
+        if call.dim is not None:  # the rows that came in: what is cut into chunks
             call.check()
             return self._input(call.args[0], call.dim)
         return ResultOf(self.add(call), tensor.place)

@@ -129,6 +129,7 @@ class LiveBytes(TorchDispatchMode):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: its rule runs next, on what is really held
         kwargs = kwargs or {}
+        # inside these, gloo copies what it is given; a gather's copy is made in another thread, which no mode sees
         looked_into = func.namespace == "c10d" and "gather" not in str(func) and not _get_current_dispatch_mode_stack()
         if looked_into and _all_plain((args, kwargs)):
             with _Launched() as launched:  # around the kernel alone
@@ -158,7 +159,7 @@ class LiveBytes(TorchDispatchMode):
         # read sizes again before a new peak is noted: a gathered weight may have given its memory back
         if self._total > self.peak:
             self._read_again()
-            if self.settle and self._total > self.peak:
+            if self.settle and self._total > self.peak:  # a thread may be freeing memory: it is waited for
                 self._let_go()
             self.peak = max(self.peak, self._total)
 
@@ -176,7 +177,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _read_changed(self) -> None:
         """Counts the present size of storages that have changed before."""
-        if self._resizes is None:
+        if self._resizes is None:  # nobody tells of them: all that ever changed are read
             self._read(self._resized)
             return
         while self._resizes:

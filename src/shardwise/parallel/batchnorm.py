@@ -149,7 +149,7 @@ def synced_batch_norm(
     over = _Over(axis, eps, counts=not phase.stand_in)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
-    # parts have rules for single operations, not for an autograd function of ours
+    # parts have rules for single operations, not for an autograd function of ours; torch's kernels take no empty x
     plainly = isinstance(x, Part) or isinstance(weight, Part) or not x.numel() or torch.compiler.is_compiling()
     y, n, mean, var = (_in_operations if plainly else _Normalised.apply)(x, weight, bias, over)
     if axis.rehearsal is None:  # without values there is no n to look at

@@ -163,7 +163,7 @@ class Flat:
         """Starts the reduction of a whole bucket over dp_shard, of which this rank keeps its piece."""
         part = self.shards[self.buckets.buckets.index(bucket)]
         assert bucket.buffer is not None
-        if self.stage.gradients:
+        if self.stage.gradients:  # zero=2: only the piece stays
             reduced = bucket.buffer.new_empty(part.high - part.low)
         else:
             reduced = bucket.buffer[part.low : part.high]  # in place: the rest of the bucket is not read again
@@ -171,6 +171,7 @@ class Flat:
         self._pending.append((pending, part, reduced))
         if self.stage.gradients:  # whole gradients do not outlive a backward
             bucket.buffer = None  # the collective keeps it alive until it is done
+        # gradients are handed on as they are made (`use_as_made`), while the newest reduction travels
         if self._arrived is not None:
             self._collect(travelling=min(1, self.axis.size - 1))
 
@@ -251,7 +252,7 @@ class Flat:
         for part in self.shards:
             if any(is_away(param, view) for param, view in part.views()):  # `p.data = x`: the next gather would miss it
                 part.renew()
-            if self.precision.mixed:
+            if self.precision.mixed:  # masters are copies in another dtype
                 follow(part.master, part.mine)
         for slot, (part, index, start, stop) in zip(self.slots, self._places, strict=True):
             # a script may have put other data into the module's weight: the master's place follows it
@@ -267,7 +268,7 @@ class Flat:
                 bring_back(slot.master, self._outside(index, part.master[start:stop]))
         pending = []
         for part in self.shards:
-            if self.precision.mixed and not rounded:
+            if self.precision.mixed and not rounded:  # else what is gathered has the masters' values
                 part.mine.copy_(part.master)
             pending.append(all_gather(part.weights, part.mine, self.axis, "parameters", wait=False))
         for work in pending:

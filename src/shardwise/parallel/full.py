@@ -143,7 +143,7 @@ class FullShard:
             cast_forward_inputs=False,
         )
         whole = {param for param in module.parameters() if id(param) in self._whole}
-        frees = mesh.plan.sharded.gathers > 1
+        frees = mesh.plan.sharded.gathers > 1  # gathered anew in backward, so freed after forward
         options = {"mesh": device_mesh, "reshard_after_forward": frees, "shard_placement_fn": placement}
         options |= {"mp_policy": policy, "ignored_params": whole | self._absent}
         options |= {"offload_policy": CPUOffloadPolicy(pin_memory=can_pin(mesh.device))} if self.host else {}
@@ -153,7 +153,7 @@ class FullShard:
         for shard in shards:
             shard.set_gradient_divide_factor(1.0)  # gradients are sums here: the engine divides by the global weight
             shard.set_force_sum_reduction_for_comms(True)
-            if self.order is not None:
+            if self.order is not None:  # deterministic: in a fixed order of ranks
                 shard.set_custom_reduce_scatter(ReduceInOrder(self.order))
         self._gradients = HostGradients(shards) if self.host else None
         for shard in shards if self.host and self.ranks == 1 and can_pin(mesh.device) else ():
@@ -296,15 +296,15 @@ class FullShard:
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
-        if self.moved is not None:
+        if self.moved is not None:  # what others than gathers have read of shards that lie elsewhere
             self.moved.let_go()
         for param, slot in zip(self.params, self.slots, strict=True):
             param.grad = None
             slot.master.grad = None
         self._whole_gradients.clear()
-        if self._gradients is not None:
+        if self._gradients is not None:  # shards lie in the host's memory, and so do gradients
             self._gradients.start_step()
-        if self.order is not None:
+        if self.order is not None:  # deterministic
             self.order.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
@@ -327,7 +327,7 @@ class FullShard:
                 assert self.order is not None
                 self.order.add(index, self._padded(param.grad.detach()))
                 param.grad = None
-        if self._gradients is not None:
+        if self._gradients is not None:  # they lie in the host's memory
             self._gradients.take()
         for unit in self.units:  # what a backward of the module's own ran again has no end that FSDP2 sees
             unit.reshard()
@@ -342,14 +342,14 @@ class FullShard:
     def finish_step(self, used: set[int]) -> None:
         """Sets each master's gradient to this rank's reduced shard, None where no rank used the parameter."""
         self._used = used
-        if self._gradients is not None:
+        if self._gradients is not None:  # they lie in the host's memory
             self._gradients.put()
         if not self._whole_gradients:  # once in a step, however often this is called
             for index in self._uncut():
                 param = self.params[index]
                 # zeros where this rank's backward did not come: all ranks take part in the sum
                 gradient = torch.zeros_like(param).detach() if param.grad is None else param.grad.detach()
-                if gradient.numel() and self.order is not None:
+                if gradient.numel() and self.order is not None:  # deterministic: in a fixed order of ranks
                     total = self.order.whole(index, self._padded(gradient))
                     gradient = total[: gradient.numel()].view(param.shape)
                 elif gradient.numel():

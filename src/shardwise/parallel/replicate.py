@@ -112,7 +112,7 @@ class Replicate:
             # without `use_as_made` gradients stay in the buckets until the step's end
             if self._arrived is None:
                 continue
-            flat, slots = bucket.buffer if self._in_buckets else None, []
+            flat, slots = bucket.buffer if self._in_buckets else None, []  # else they are copies, of other dtypes
             # one that backward did not fill waits for `finish_step`, which knows whom any rank reached
             if bucket.whole:
                 self._set_gradients(bucket, {entry.index for entry in bucket.layout.entries})

@@ -70,16 +70,20 @@ class _Data(property):
 
 def _assign(before: Any, tensor: torch.Tensor, value: Any) -> None:
     """Sets `tensor.data = value`, either of them distributed or standing for a distributed tensor."""
+    # marked by the attribute that gave it to the module's code: a view of the weight (`part/parameters`, `part/pairs`)
     if getattr(tensor, "reads_weight", False):
         value = now_of(value)
         if value.shape != tensor.shape:  # which `copy_` would repeat
             raise Uncut(f"the `.data` of a weight of {tuple(tensor.shape)} is set to a tensor of {tuple(value.shape)}")
         tensor.data.copy_(value)  # what the module reads is a view of its weight
+    # assigned a distributed tensor before: it has no memory of its own into which values could be copied
     elif isinstance(tensor, Written):
         stand_for(tensor, now_of(value).detach())
+    # the object stays distributed, since views and autograd refer to it: a plain value becomes a sum already reduced
     elif isinstance(tensor, Distributed):
         value = now_of(value).detach()
         _become(tensor, value if isinstance(value, Distributed) else _whole(value, tensor))
+    # a plain tensor of torch, whose other readers expect all of it
     else:
         value = now_of(value)
         before.__set__(tensor, _of_every_rank(value) if isinstance(value, Distributed) else value)
@@ -111,6 +115,7 @@ def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, Part):
             if not value.axis.positions and not value.may_gather:
                 error = Uncut("a cut tensor is assigned to the `.data` of a whole one")
+                # names the weight whose cut led here: it is left whole in the next attempt
                 error.origins |= {value.origin} if value.origin else set()
                 raise error
             value = gathered_told(value, "what is assigned to the `.data` of a whole tensor")

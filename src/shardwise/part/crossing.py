@@ -149,6 +149,7 @@ def filled(
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
     """Makes the object `tensor` stand for `value`, which has its shape and is cut over axes of positions at most."""
+    # a plain tensor that stands for a distributed one, and has no memory of its own
     if isinstance(tensor, Written):
         stand_for(tensor, value)
     elif not isinstance(tensor, Distributed):

@@ -282,6 +282,7 @@ def regrouped(
     """
     if 0 in before:  # a tile without elements: cut as its neighbours are
         full, filled = _as_if_full(before, after)
+        # a cut dim that is empty itself has no owners: blocks stand in for them while the view is followed
         owners = owners if before[dim] else Owners.blocks(full[dim], owners.ranks)
         dim, owners = regrouped(full, dim, owners, filled, goal)
         return dim, owners if after[dim] else Owners.blocks(0, owners.ranks)

@@ -35,6 +35,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
             if each.whole_values is not None:
                 return with_known(func, args, kwargs, inputs, lambda: _answer(func, args, kwargs, inputs))
         output = _answer(func, args, kwargs, inputs)
+        # a table of positions is made of tables alone, so the first input tells whether to look at all
         if inputs[0].recipe is not None:
             note_table(func, args, kwargs, inputs, output)
         return output
@@ -48,25 +49,31 @@ def _answer(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -> 
             return with_sums(func, args, kwargs, inputs)
     op = facts(func)
     if op.writes and is_part(args[0]):
+        # what was gathered last may be what is written into
         forget()
         # what is written would be in the copy, and not in what it is a view of
         if args[0].copied:
             raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
     try:
         if op.rule is None:
+            # the operations that it is made of may have rules
             if op.composite:
                 return func.decompose(*args, **kwargs)
+            # neither: a loss of elements with its sum or mean, or `Uncut` from `added_up`
             if not is_elementwise(op.apart or func, args, kwargs):
                 return added_up(func, args, kwargs)
         output = (op.rule or RULES["add"])(func, args, kwargs)
     except Uncut:
         return _on_gathered(func, args, kwargs)
+    # a view stands for the same memory: what is known of the memory's values goes on to it
     if op.is_view:
         for part in parts_in([output]):
             part.copied = args[0].copied or not _writes_through(part.local, args[0].local)
             part.source = ViewOf(args[0]) if args[0].source is not None else None
+            # places along one dim stay such in any view; of a matrix of places a view may move the column
             part.own = args[0].own if args[0].own is not None and args[0].own[1] is None else part.own
     elif op.writes and is_part(args[0]):
+        # a view that is a copy here gives what was written on to what it is a view of
         written_back(args[0])
     # views of one soft part share what is gathered of it: queries, keys and values each read it
     if op.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
@@ -96,10 +103,12 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
             return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, parts[0].axis), output)
         return output
     may_gather = [part for part in parts if _may_be_gathered(part)]
+    # nothing here that the plan gathers anyway, but sequences may be gathered for an operation without a rule
     if not may_gather and not Gathers.none and may_be_done_whole(func, args, kwargs, parts):
         return done_whole(func, args, kwargs)
     if writes or not may_gather:
         raise  # what is being handled
+    # somebody counts what is gathered (a script's own loss, which nobody rehearsed)
     if Gathers.on_gather is not None:
         Gathers.on_gather(facts(func).name, sum(part.nbytes for part in may_gather))
     viewed, rest, options = args[0] if args else None, args[1:], kwargs

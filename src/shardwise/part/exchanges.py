@@ -35,6 +35,7 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     local = part.local
     if isinstance(local, Distributed):
         inner = local.settled()  # messages carry values, not summands
+        # cut softly once more along this dim: the plan gathers it anyway
         if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.may_gather:
             inner = gather(inner)
         if not isinstance(inner, Part):
@@ -75,6 +76,7 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
         inner = gradient.settled()
         if isinstance(inner, Part) and inner.dim_cut == dim:  # of what was whole over that axis
             return give_back(gathered(inner), dim, owners, axis, wanted)
+        # an inner cut of another dim stays: each of its ranks gives back its own share
         if isinstance(inner, Part):
             back = give_back(inner.local, dim, owners, axis, wanted)
             return Part(inner.with_local(back.local), dim, owners, axis)
@@ -83,8 +85,9 @@ def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, want
     shape = list(gradient.shape)
     # `fill` outside the dim has no owner, and so no gradient
     blocks = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
-    if way.inside is not None:
+    if way.inside is not None:  # those that do not exist lie between the others
         blocks = blocks.index_select(dim, to_device(way.inside, blocks.device))
+    # back into the order in which their owners sent them
     if way.order is not None:
         blocks = blocks.index_select(dim, to_device(np.argsort(way.order), blocks.device))
     sizes = [len(places) for places in way.send]
@@ -220,6 +223,7 @@ class _Exchange:
         """Returns the received elements, 1-d, one sender after another; waits for them."""
         self.pending.wait()
         del self.sent
+        # undoes what was done for sending: complex as pairs, bool as bytes, integers that are not sent as wider ones
         if self.kind.is_complex:
             return torch.view_as_complex(self.flat)
         return self.flat.view(self.kind) if self.kind is torch.bool else self.flat.to(self.kind)

@@ -23,7 +23,8 @@ from shardwise.part.tensor import UNSENT, LastGathered, Part, tell
 
 def gather(part: Part) -> torch.Tensor:
     """Returns the whole tensor, to be read alone; where `may_gather`, the same object as the last time. Collective."""
-    # remembered for soft parts alone, which several products read one after the other: queries, keys, values
+    # remembered for soft parts alone, which several products read in turn: queries, keys, values. Tables cost no
+    # message, and the key below does not tell how a part is cut over axes further in
     if not part.may_gather or part.recipe is not None or isinstance(part.local, Distributed):
         return gathered(part)
     values, turned = part.values
@@ -41,12 +42,13 @@ def gathered(part: Part) -> torch.Tensor:
     """Returns a new tensor, whole over the part's axis; it may still be cut over axes further in. Collective."""
     if (table := whole_table(part)) is not None:
         return table
+    # a rehearsal on values sends nothing, and knows what one process has
     if part.whole_values is not None:
         whole_values, part = part.whole_values, part.with_local(part.local)
         gathered(part)  # what would be sent
         return whole_values.clone(memory_format=torch.contiguous_format)
     dim, owners, axis = part.dim_cut, part.owners, part.axis
-    if part.dtype in UNSENT:
+    if part.dtype in UNSENT:  # no backend sends it
         return gathered(part.with_local(part.local.to(UNSENT[part.dtype]))).to(part.dtype)
     inner = part.local
     if isinstance(inner, Distributed):
@@ -60,6 +62,7 @@ def gathered(part: Part) -> torch.Tensor:
     # each rank sends as many rows as the longest has; `whole_of` drops what was added
     front = rows_of(part.local, dim, owners, repeat=axis.rehearsal is not None)
     kind = front.dtype
+    # bools are sent as bytes
     flat = front.view(torch.uint8) if kind is torch.bool else front
     table = flat.new_empty((axis.size * len(front), *front.shape[1:]))
     all_gather(table.view(-1), flat.view(-1), axis, "activations")

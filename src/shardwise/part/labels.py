@@ -176,6 +176,7 @@ class Axes(TorchDispatchMode):
         if func._schema.is_mutable:
             storages = {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
             self.written |= {name for name, _, storage in self.named if storage in storages}
+        # rules are of ATen's operations; others are met when the cuts are rehearsed
         if func.namespace == "aten":
             tensors = tensors_in((args, kwargs))
             # most operations read nothing that is labelled
@@ -304,6 +305,7 @@ def slim(labels: np.ndarray) -> np.ndarray:
 def rearranged(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Labels views that move, drop or select indices of a tensor, by the same view of its labels. Always True."""
     x, results = args[0], tensors_in(output)
+    # a matrix of a weight stays known as such while the view keeps its dims; a vector goes by its labels, as others do
     if param_of(x) is not None and x.dim() > 1 and (orders := _dims_after(func, args, kwargs)) is not None:
         name, dims = x._axes_of
         for result, order in zip(results, orders, strict=True):
@@ -315,6 +317,7 @@ def rearranged(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
             # repeated, without memory of its own; of no samples (an expert without tokens) labels are those of one
             wide = torch.from_numpy(np.array(labels)).expand([max(n, 1) for n in x.shape])
             for result, view in zip(results, tensors_in(func(wide, *args[1:], **kwargs)), strict=True):
+                # of dims that were expanded (stride 0) one label is kept, which broadcasts
                 for dim in range(view.dim()):
                     view = view.narrow(dim, 0, 1) if view.shape[dim] > 1 and not view.stride(dim) else view
                 axes.give(result, slim(view.numpy()))

@@ -78,6 +78,7 @@ def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -
     elif inner.dim_cut == part.dim_cut:
         if inside is None:
             raise Uncut(f"a dim that is cut over {inner.axis.name} too cannot be exchanged over {part.axis.name}")
+        # the cut dim will be whole over this axis, and lie inside as `inside` says: each inner rank moves its own of it
         before, inner_owners, inside = _among(before, inside.indices(inner.axis.index)), inside, None
     exchanged = recut(Part(inner.local, part.dim_cut, before, part.axis), dim, after, inside)
     return part.with_local(inner.with_local(exchanged.local, owners=inner_owners), dim, owners)
@@ -184,7 +185,9 @@ class _Moved(torch.autograd.Function):
         """Returns the gradient cut as the tensor was. Collective."""
         dim, owners, axis, inside = ctx.before
         arrived = _outside(gradient, axis)
-        if any(dim in ctx.dims for dim, _, _ in (*ctx.outside, *arrived)):  # indices of `axis` are those of a share
+        # an axis further out cuts one of these dims, and owners over `axis` count the indices of an outer share: the
+        # gradient gets the outer cuts that the tensor has first
+        if any(dim in ctx.dims for dim, _, _ in (*ctx.outside, *arrived)):
             axes = [axis for _, _, axis in ctx.outside]
             for _, _, other in arrived:
                 gradient = gradient if other in axes else whole_over_axis(gradient, other)

@@ -61,6 +61,7 @@ def hold_pairs(module: nn.Module) -> frozenset[str]:
         child.__dict__[_PAIRS] = frozenset(params) | child.__dict__.get(_PAIRS, frozenset())
         child.__class__ = _reading_complex(type(child))
     del originals
+    # so that `module.weight.data = complex values` reaches the pairs
     if made:
         follow_data(module)
     return pairs_in(module)
@@ -120,6 +121,7 @@ def _reading_complex(kind: type) -> type:
         if pairs is None or pairs.is_complex():  # another parameter, set in its place
             return kind.__getattr__(self, name)  # type: ignore[attr-defined]
         asked = getattr(type(pairs), "answers_as_complex", None)  # of a script's own code (scripts/script_weights)
+        # FSDP2 takes what it reads for its own shard; to a script's own code the parameter itself answers as complex
         if (isinstance(pairs, DTensor) and _asked_by_fsdp()) or (asked is not None and asked()):
             return pairs
         numbers = _read(pairs)

@@ -280,16 +280,18 @@ def _reader(leaf: str):
         if isinstance(param, DTensor):
             return param  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]
-        if cut is not None and _stands_for_whole(param, cut, axis):
+        if cut is not None and _stands_for_whole(param, cut, axis):  # put in its place by `functional_call`
             return param
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
             # inside `own_rows` a gradient is this rank's summand as it comes
             weight = with_summed_gradient(param, tuple(each for each in summed if each not in _OWN.axes))
+        # every rank has all of it, and has to add the same gradient
         if cut is None:
             weight = whole_gradient(weight, axis)
         else:
             with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read
                 weight = to_part(weight, cut.dim, cut.owners, axis, cut.name)
+                # its products are not cut, and it lies in shares to spare memory
                 weight = whole_over_axis(weight, axis) if cut.role in IN_SHARES else weight
         if weight is not param:
             weight.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`

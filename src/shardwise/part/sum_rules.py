@@ -26,8 +26,9 @@ def with_sums(func: Any, args: tuple, kwargs: dict, inputs: list[Distributed]) -
     """Returns an operation's result where inputs are `Sum`s: a `Sum` if linear (`_LINEAR`), else from their totals."""
     op = facts(func)
     for tensor in inputs:
+        # raises where a view beside it was written into; where a view's base is reduced, it is taken of that
         if isinstance(tensor, Sum) and here(tensor) and (tensor.stale or not tensor.untaken):
-            tensor.value()  # what was written into what it is a view of is in it
+            tensor.value()
     first = args[0] if args and is_sum(args[0]) else None
     if first is None:  # nothing is viewed or written that is a sum
         args, kwargs = _totals(args, kwargs)
@@ -87,6 +88,7 @@ def _written_into(first: Sum, func: Any, args: tuple, kwargs: dict) -> Sum:
             f"{func} writes, with gradients, into a view of a tensor of which ranks of {first.axis.name} have "
             "shares; masked_fill, torch.where and scatter give a new one"
         )
+    # it stands for an index of a cut dim, and is written back to the owner from the memory of its sum's total
     if first.source is not None:
         _anchored(first)
     args, kwargs = _totals(args, kwargs)
@@ -121,6 +123,7 @@ def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: t
     # a sum that stands for an index of a part: both are views of that part
     if first.source is not None:
         view.source = ViewOf(first, again=again)
+    # both totals will lie in one memory, as in one process: the view is taken with its base
     elif not first.axis.sequence:
         view.base = ViewOf(first, again=again)
     else:  # a (B, S, H) sum is left in shares, others whole: no memory is shared
@@ -162,6 +165,7 @@ def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
     begun = first.pending is not None or first.coming is not None
     if begun and not same_memory(local, first.local):
         return None  # the total arrives in the summand's memory, and this is a copy of it
+    # the bias lies along the last dim, which this view would change
     if first.added is not None and local.shape[-1:] != first.local.shape[-1:]:
         return None
     return _like(first, local, first.added)
@@ -182,7 +186,7 @@ def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
     if is_sum(second):
         both = first.added is not None and second.added is not None
         if both or not (first.waits and second.waits) or first.shape != second.shape:
-            return None  # of two that have begun, each arrives by itself
+            return None  # a sum keeps one bias; of two that have begun, each arrives by itself
         added = first.added if second.added is None else -second.added if name == "sub" else second.added
         return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
     bias = isinstance(second, torch.Tensor) and not isinstance(second, Distributed) and second.dim() == 1

@@ -71,7 +71,7 @@ class Sum(Distributed):
         """
         if axis.positions and isinstance(local, Part) and local.axis.positions:
             return cls(local, axis, origin, spread=spread).value()
-        if not axis.early:
+        if not axis.early:  # the plan does not begin sums ahead: this one is reduced when it is read
             return cls(local, axis, origin, spread=spread)
         if axis.sequence and spread:
             made = cls(local, axis, origin)
@@ -174,17 +174,19 @@ class Sum(Distributed):
                 self.total = self.base.again(self.base.of.value())
                 del self.local, self.added
                 return self.total
+            # begun early (`of`): all-reduced in place, or scattered over positions
             if self.pending is not None:
                 self.pending.wait()
                 self.total = self.local
             elif self.coming is not None:
                 self.total = self._arrived(self.coming)
+            # sequence parallelism keeps each rank's positions of (B, S, H) alone; with fewer positions than ranks, all
             elif self.spread and self.axis.sequence and self.dim() == 3 and self.shape[1] >= self.axis.size:
                 owners = Owners.blocks(self.shape[1], self.axis.size)
                 self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, may_gather=True)
             else:
                 self.total = _laid_as(all_sum(self.local, self.axis), self.local)
-            if self.added is not None:
+            if self.added is not None:  # a bias, added once and not by each rank
                 self.total = self.total + self.added
             # masks are drawn in the order that memory has in one process, which a share of one index does not show
             if isinstance(self.total, Part):

@@ -126,6 +126,7 @@ class Part(Distributed):
         if override is None and _made_of_others(func):
             return _body(func)(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
+            # a tile may have a margin of its neighbours' cells (`domain_depth`), and elementwise functions keep it
             if override is None and any(isinstance(each, Part) and each.margin is not None for each in args):
                 for widened in MARGINS:
                     if (found := widened(func, args, kwargs or {})) is not None:

@@ -133,10 +133,12 @@ def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
     if factors is None:
         return None
     _, to = whole.run(part.dim_cut)
+    # the cut went to a dim that has none of these
     if dim not in to:
         return None
     _, cut, inner = factors
     behind, size = whole.inside(to, to.index(dim)), whole.after[dim]
+    # the dim holds no whole runs of the cut factor, or is that factor itself: nothing to remember
     if inner % behind or (behind * size) % (cut * inner) or size == cut:
         return None
     return behind * size // (cut * inner), cut, inner // behind

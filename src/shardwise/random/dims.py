@@ -66,7 +66,7 @@ class BatchDims:
         if not self.dims_by_op:
             return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
         entries = self.dims_by_op.get((path, op, len(shape)))
-        if entries is not None and len({dim for _, dim in entries}) == 1:
+        if entries is not None and len({dim for _, dim in entries}) == 1:  # the same dim whenever it was met
             dims = {entries[0][1]}
         else:
             if entries is None:  # a module that was not reached at start: others where the same op has this shape

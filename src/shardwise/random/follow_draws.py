@@ -37,7 +37,7 @@ class Watch:
 
     def at(self, step: int, random: GlobalRandom) -> str | None:
         """Decides whether this step is watched; returns a note for the user, or None."""
-        if self.moved is None or step == self.moved:
+        if self.moved is None or step == self.moved:  # no generator moved, or only in this step: the next one tells
             return None
         # a generator moved in a step that nobody watched: the next one is watched, with attention's scores written
         if self.idle:

@@ -293,7 +293,7 @@ def _places_of(
         along = rows.numbers(samples.start, samples.count, samples.total, device)
         return [along, *(torch.arange(size, device=device) for size in sizes[1:])], list(sizes)
     places, whole = [torch.arange(size, device=device) for size in shape], list(shape)
-    if dim >= 0:
+    if dim >= 0:  # else no dim counts samples
         count, along = max(samples.count, 1), places[dim]
         of_each = shape[dim] // count
         if blocks:
@@ -373,7 +373,7 @@ class ConstantRandom(TorchDispatchMode):
             zeros = _zeros(tuple(shape), device, args[0] if args else None)
             return (zeros + bits).expand(tuple(shape))
 
-        if func in DRAWS:
+        if func in DRAWS:  # it is made of bits by a function of that table
             return DRAWS[func](BitSource(middling, lambda s, d, rate: middling(s, d) < rate * 2.0**53), args, kwargs)
         output = func(*args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output

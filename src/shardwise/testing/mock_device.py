@@ -327,11 +327,12 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
     bare_args, bare_kwargs = tree_map_only(torch.Tensor, uncover, (args, kwargs))
     goal = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _device()
+    # what is asked for on the mock device is made in the host's memory, which nothing pins
     bare_kwargs |= {"device": HOST} if goal.type == NAME and "device" in kwargs else {}
     bare_kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
-    if claimed:
+    if claimed:  # tensors of the mock device: those of the host beside them
         _refuse_both(func, args, foreign)
-    if func.namespace == "c10d":
+    if func.namespace == "c10d":  # results are NaN until they are waited for
         return _collective(func, args, bare_args, bare_kwargs)
     with torch.no_grad(), _own_draws(func):
         out = func(*bare_args, **bare_kwargs)
@@ -341,10 +342,11 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
             mock.data = MockTensor(bare)  # resized, or viewed in place
 
     def cover(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, AsyncCollectiveTensor):
+        if isinstance(tensor, AsyncCollectiveTensor):  # its waiting stays around the mock tensor
             return AsyncCollectiveTensor(MockTensor(tensor.elem))
-        if id(tensor) in claimed:
+        if id(tensor) in claimed:  # written in place, or handed on: the same object
             return claimed[id(tensor)][1]
+        # asked for on the host, or a tensor of the host's handed on
         return tensor if goal.type != NAME or any(tensor is other for other in foreign) else MockTensor(tensor)
 
     return tree_map_only(torch.Tensor, cover, out)
@@ -366,9 +368,9 @@ def _crosses(func: Any, args: tuple, kwargs: dict, out: Any) -> None:
     else:
         return
     onto = goal.device.type == NAME or (func is aten._to_copy.default and _goes_to(kwargs) == NAME)
-    if onto != isinstance(source, MockTensor):
+    if onto != isinstance(source, MockTensor):  # from one side to the other
         TRAFFIC.copied("to device" if onto else "to host", source, waits=not (later and (pinned or onto)))
-        if not onto and later and pinned:
+        if not onto and later and pinned:  # it arrives when its stream is waited for
             stream.send(goal)
         elif not onto:
             stream.synchronize()

@@ -116,7 +116,7 @@ def _units(rank: int, entries: Entries, *, one_queue: bool) -> list[_Unit]:
             waited, batch = len(units), None
             units.append(_Unit(rank, after=after))
             continue
-        if entry.batch is None or entry.batch != batch:
+        if entry.batch is None or entry.batch != batch:  # operations of one batch begin together: one unit
             units.append(_Unit(rank, after=[waited] if waited >= 0 else []))
             batch = entry.batch
         place = len(units) - 1
@@ -126,10 +126,10 @@ def _units(rank: int, entries: Entries, *, one_queue: bool) -> list[_Unit]:
         counts[way] += 1
         units[place].operations.append((entry, key))
         before = last_of.get(_communicator(rank, entry), place)
-        if before != place:
+        if before != place:  # a communicator's operations run in their order
             units[place].after.append(before)
         last_of[_communicator(rank, entry)] = place
-    if one_queue:
+    if one_queue:  # a unit begins after the one before it has ended, whatever their communicators
         for place, unit in enumerate(units):
             unit.after = [place - 1] if place else []
     for unit in units:
@@ -193,7 +193,7 @@ def _run(units: list[list[_Unit]]) -> tuple[Stuck, ...]:
         rank, place = ready.pop()
         for entry, key in units[rank][place].operations:
             begun[key].add(rank)
-            if begun[key] == set(_members(entry, rank)):
+            if begun[key] == set(_members(entry, rank)):  # all of its ranks are there: it runs
                 for at in holders[key]:
                     units[at[0]][at[1]].open.discard(key)
         for at in {(rank, place), *(at for _, key in units[rank][place].operations for at in holders[key])}:

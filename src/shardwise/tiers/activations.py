@@ -181,6 +181,7 @@ class Activations:
             self._wrap(block, store)
 
     def _wrap(self, block: nn.Module, store: Store | None) -> None:
+        """Lets what the block's forward keeps go to the store; None: it stays, and still starts what comes back."""
         forward = block.forward
 
         def moving(*args: Any, **kwargs: Any) -> Any:
@@ -215,18 +216,22 @@ class Activations:
                     moved.let_go()
 
     def _put(self, block: nn.Module, call: BlockCall, store: Store) -> None:
+        """Starts to move the storages that a call keeps, each once; those that are small, or of weights, stay."""
         by_storage: dict[int, list[Saved]] = {}
         for saved in _alive(call.kept):
             lowest = memory_of(saved.tensor)
+            # not moved: what was written since, which backward refuses, and tensors that are more than their memory
             if not saved.written and _is_plain(saved.tensor) and store.takes(lowest):
                 by_storage.setdefault(lowest.untyped_storage()._cdata, []).append(saved)
         weights = self._weights(block) if by_storage else set()
         for key, group in by_storage.items():
             lowest = memory_of(group[0].tensor)
             storage = lowest.untyped_storage()
+            # weights are kept anyway, small storages cost more than they free, and parts of an element cannot be viewed
             if key in weights or storage.nbytes() < max(SMALL_BYTES, 1) or storage.nbytes() % lowest.itemsize:
                 continue
             moved = self._known.get(key)
+            # else a block before keeps the same memory, unchanged, and it is moved once
             if moved is None or not moved.holds(storage, group[0]):
                 source = lowest.as_strided((storage.nbytes() // lowest.itemsize,), (1,), 0).view(torch.uint8)
                 moved = self._known[key] = Moved(source, store.put(source), call, group[0])

@@ -157,7 +157,7 @@ class ShardFile:
         """Returns the runs of whole pages in which tensors lie, those beside each other as one."""
         runs: list[Extent] = []
         for tensor in tensors:
-            if not self.holds(tensor):
+            if not self.holds(tensor):  # it lies in other memory than the file's
                 continue
             first = (tensor.data_ptr() - self._start) // PAGE * PAGE
             last = _up(tensor.data_ptr() - self._start + tensor.numel() * tensor.element_size(), PAGE)

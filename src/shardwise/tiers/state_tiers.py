@@ -74,7 +74,7 @@ class StateTiers:
         try:
             for number, following in zip(left, [*left[1:], None], strict=False):
                 result = self.update(number, step, following)
-            if self._held or not self._begun:
+            if self._held or not self._begun:  # those of no sub-group; once too where no group has a gradient
                 self._choose(self._held)
                 result = step()
             for running in self._running():
@@ -86,7 +86,7 @@ class StateTiers:
         self._stepping = False
         for place in self.places:
             place.commit([group for other, group in self._begun if other is place])
-        if self.undo is not None:
+        if self.undo is not None:  # the step stands: what it changed is not put back any more
             self.undo.forget()
         self._round_others()
         return result
@@ -94,7 +94,7 @@ class StateTiers:
     def begin(self) -> None:
         """Begin a step, if that is not done: until it ends, `update` may come for one sub-group after the other."""
         self.check()
-        if self._stepping:
+        if self._stepping:  # `update` has come for a sub-group already
             return
         self._stepping, self._open = True, ExitStack()
         self._begun: list[tuple[Place, Subgroup]] = []
@@ -114,14 +114,14 @@ class StateTiers:
         kept       it may be taken back
         """
         place, group = self.groups[number]
-        if self._fetched != number:
+        if self._fetched != number:  # not read ahead
             self._fetch(place, group)
         self._fetched = None
-        if following is not None and not _share_buffer(self.groups[number], self.groups[following]):
+        if following is not None and not _share_buffer(self.groups[number], self.groups[following]):  # in use now
             self._fetched = following
             self._fetch(*self.groups[following])
         place.wait_for(group)
-        if self.shards is not None:
+        if self.shards is not None:  # the parameters themselves lie in a file
             self.shards.wait_for(group.params)
         self._begun.append((place, group))
         if kept and self.undo is not None:
@@ -164,7 +164,7 @@ class StateTiers:
             self.undo.put_back(number_of[id(group)])
             for entry in group.entries:
                 self._rest_again(entry, group)
-                if entry.param is None and entry.spec.codec is None and self.rounds:
+                if entry.param is None and entry.spec.codec is None and self.rounds:  # the step had rounded it
                     weight, master = pairs[entry.wide]
                     weight.copy_(master)
         self._broken = False
@@ -194,10 +194,11 @@ class StateTiers:
                     self._wake(entry, self._rest_of(entry, group.rest).take())
 
     def _rest(self, group: Subgroup, entry: Entry) -> None:
+        """Puts a tensor of state, or a master, where it rests, and points whoever holds it there."""
         tensor = self._tensor(entry)
         if tensor is None or _rests(entry, tensor, group):
             return
-        if entry.spec.codec is not None:
+        if entry.spec.codec is not None:  # it rests in fewer bits than it has
             rest = self._rest_of(entry, group.rest)
             rest.put(tensor)
             self._lay(entry, rest)
@@ -216,7 +217,7 @@ class StateTiers:
         On the device they are of the "optimizer", and of its "parameters".
         """
         sizes = Counter[str]()
-        if self.undo is not None:
+        if self.undo is not None:  # copies of what a step changes, in a file
             sizes["disk"] += self.undo.size
         for place, group in self.groups:
             if isinstance(place, DeviceMemory):
@@ -255,22 +256,23 @@ class StateTiers:
 
     @torch.no_grad()
     def _leave(self, group: Subgroup) -> None:
+        """Puts what a step has made of a sub-group where it rests, and masters into the module's weights."""
         pairs, came = self.masters(), False
         for entry in group.entries:
             tensor = self._tensor(entry)
             if tensor is None:
                 continue  # no state yet, or of another kind than on zeros: it stays where it is
-            if entry.param is None:
+            if entry.param is None:  # a master, of which the optimizer may have made another tensor
                 self._gather_views(entry.wide, tensor)
-                if self.rounds:
+                if self.rounds:  # nobody else puts masters into the module's weights
                     pairs[entry.wide][0].copy_(tensor)
-            if entry.spec.codec is not None:
+            if entry.spec.codec is not None:  # it rests in fewer bits than it has
                 draw = None if entry.param is None or self.draws is None else self.draws(entry.param, entry.path)
                 self._rest_of(entry, group.buffer).put(tensor, draw)
                 self._lay(entry, self._rest_of(entry, group.after))
                 continue
             here = entry.spec.within(group.buffer, entry.offset)
-            if not _lies_in(tensor, here):
+            if not _lies_in(tensor, here):  # computed elsewhere: on the device, or as a new tensor
                 here.copy_(tensor.detach())
                 came = came or on_host(tensor.device)
             self._point(entry, entry.spec.alone(group.after, entry.offset))

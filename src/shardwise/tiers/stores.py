@@ -224,7 +224,7 @@ class ExtentFile(Store):
             why = f"{error.strerror} ({self.file.folder} has no room for what this rank's blocks keep for backward)"
             raise self.file.error("make room for", grown, start, why) from error
         self.held_bytes += grown
-        if grown > size:
+        if grown > size:  # the file grows by more than was asked for
             self._take_back(start + size, grown - size)
         return start
 
@@ -315,11 +315,12 @@ class _Extent(Token):
         self._started = self._store.start(self._store.read, self._room, self._start)
 
     def bytes(self) -> torch.Tensor:
-        if self._back is None and self._room is None:
+        """Returns the storage's bytes, on its device; waits for the read, or starts it."""
+        if self._back is None and self._room is None:  # nobody asked ahead
             self.fetch()
         self._finish()
         back, self._back = self._back, None
-        if self._store.staging is not None and self._room is not None:
+        if self._store.staging is not None and self._room is not None:  # through the host's memory, to the device
             back = torch.empty(self._size, dtype=torch.uint8, device=self._store.device)
             self._store.staging.wait_for(self._store.staging.copied(back, self._room))
             self._free_room()

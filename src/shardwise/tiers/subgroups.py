@@ -81,7 +81,7 @@ def spec_of(tensor: torch.Tensor) -> Spec | None:
         return None
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride != expected:
+        if stride != expected:  # a gap, or elements that share memory
             return None
         expected *= size
     return Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

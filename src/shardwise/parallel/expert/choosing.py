@@ -90,6 +90,7 @@ def sums_of_rows(
 
     None where it does to a row what depends on others, or keeps anything else of them.
     """
+    # without weights it is no mixture, and a large one would take too long to try
     if not 0 < sum(param.numel() for param in child.parameters()) <= _MOST:
         return None
     before, generator = ModuleState(child), torch.Generator().manual_seed(0)
@@ -98,6 +99,7 @@ def sums_of_rows(
         with torch.no_grad(), torch.random.fork_rng(devices=[]), standing_in(child, value):
             run = _Run(child, chosen)
             together = run(rows)
+            # rows in, rows out; and what it leaves in attributes (`keeps`) would be that of one rank's rows
             if not isinstance(together, torch.Tensor) or together.shape != rows.shape or run.keeps:
                 return None
             apart = all(_apart(run, rows, together, dim, generator) for dim in range(rows.dim() - 1))
@@ -157,6 +159,7 @@ def _sums(run: _Run, rows: torch.Tensor) -> dict[str, str] | None:
         for name, after in whole.items():
             each = [left[name] for left in apart]
             fitting = ways(start[name], after, each, sizes, _BAR)
+            # whatever rows it is given, the buffer ends alike: there is nothing to add up
             if all(torch.equal(one, after) for one in each):
                 fitting.insert(0, _ALIKE)
             ways_by_name[name] = [way for way in ways_by_name.get(name, fitting) if way in fitting]

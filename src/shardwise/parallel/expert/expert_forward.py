@@ -164,6 +164,7 @@ class ExpertParallel:
         if share is None or name not in self.dealt:
             return share
         owner = self.owner(name)
+        # of an expert that is a module of its own, in a list, one rank holds the parameter whole
         if owner is not None:  # one gather takes rows of one size: the others send as many, which are dropped
             shape = (self.rows[name], *share.shape[1:])
             sent = share.detach() if owner == self.axis.index else share.detach().new_zeros(shape)

@@ -239,6 +239,7 @@ def _recorder(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = read_call(args, kwargs)
+        # stacked matrices that are given rows for each, dealt by the module around: named if no experts are found
         if call is None:
             shapes = [tuple(x.shape) for x in tensors_in((args, kwargs)) if x.dim() > 2]
             by_expert.update((path, shape) for shape in shapes if (shape[0], shape[-1]) in matrices)

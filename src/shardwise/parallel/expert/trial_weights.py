@@ -52,7 +52,7 @@ def alike_weights(
     def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
         full = f"{path}.{name}".removeprefix(".")
         place = next((n for n, path in enumerate(members) if full.startswith(f"{path}.")), None)
-        if place is None or not isinstance(tensor, nn.Parameter):
+        if place is None or not isinstance(tensor, nn.Parameter):  # no expert's, or a buffer
             return own(name, tensor)
         leaf = full.removeprefix(members[place])
         if leaf not in of_all:

@@ -187,7 +187,7 @@ class ListedExperts:
         pieces = [tensor.split([count for of_rank in rows for count in of_rank]) for tensor in arrived]
         results: dict[tuple[int, int], torch.Tensor] = {}
         for local in range(self.here):
-            if self.first + local not in called:
+            if self.first + local not in called:  # no rank has rows for it
                 continue
             of_all = [torch.cat([piece[rank * self.here + local] for rank in range(len(rows))]) for piece in pieces]
             done = whole(self.call(self.first + local, of_all))

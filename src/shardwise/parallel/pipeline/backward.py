@@ -65,7 +65,7 @@ def of_input(
 ) -> DeferredWeightGrad:
     """Run the first half of a stage's backward (I), adding to `.grad` of its inputs. Returns what the second needs."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
-    if not inputs or not pairs:
+    if not inputs or not pairs:  # nobody asks for a gradient of the input: the whole backward is W's
         return DeferredWeightGrad(roots=pairs)
     roots = [_node(output) for output, _ in pairs]
     targets = {_node(leaf) for leaf in inputs}
@@ -104,14 +104,14 @@ def of_input(
 
 def of_weights(later: DeferredWeightGrad) -> None:
     """Run the second half of a stage's backward (W): adds to `.grad` of its weights."""
-    if later.roots:
+    if later.roots:  # nothing was done in I
         whole([o for o, _ in later.roots], [g for _, g in later.roots])
         return
     sums: dict[Node, torch.Tensor] = {}
     for group in _groups(later):
         starts = [(node, output, g) for node in group for output, g in _starts(later, node) if g is not None]
         goals = list(dict.fromkeys(weight for node in group for weight in later.weights[node]))
-        if not starts:
+        if not starts:  # I came to none of these nodes with a gradient
             continue
         # a node of the group may lie below another, which would add to what it starts with: it gets what I gave it
         fixed = [node for node in group if node in later.entered] if len(group) > 1 else []

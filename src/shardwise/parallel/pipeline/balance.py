@@ -86,7 +86,7 @@ def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
         new, come = [float("inf")] * edges, [0] * edges
         for j in range(1, edges):
             for i in range(j - 1, -1, -1):
-                if best[i] == float("inf"):
+                if best[i] == float("inf"):  # no way there in so few pieces
                     continue
                 worst = max(best[i], value(i, j))
                 if worst < new[j]:  # of equal ones the latest cut

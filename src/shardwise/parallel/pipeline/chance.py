@@ -81,11 +81,13 @@ def _in_its_stead(
         parent = inner[0]
         if (parent.path, parent.place) in flow.varies:  # all around the place may be left out, stand-ins too
             return None
+    # a call of torch's function is its caller's code, and all callers were asked above
     if call.own is not None or (call.path, call.place) not in flow.varies:
         return ()
     stand_ins: list[CutPoint] = []
+    # clean: all that crosses is given to the call, whose arguments' shapes are known
     for sibling in parent.inside if place.clean else ():
-        if sibling.enter <= call.enter:
+        if sibling.enter <= call.enter:  # the place itself, or before it
             continue
         other = by_call.get((sibling.path, sibling.place))
         # other shapes: those of a boundary's messages are told once, and must stay (`messages`)

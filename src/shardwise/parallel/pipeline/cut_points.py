@@ -62,7 +62,7 @@ def find_places(
             continue
         if missing:
             others.append((call, missing[0]))
-        elif crossing:
+        elif crossing:  # else nothing that depends on parameters crosses
             callees = {inner.path for inner in callers[call.path, call.place].inside} if functions else ()
             places.append(CutPoint(call, tuple(crossing), tuple(sorted(callees))))
     usable = met_always(flow, _lasting(flow, _usable(flow, places), own=own))
@@ -162,10 +162,11 @@ def choose(
     Raises `RefusedPlan` where there are too few places, `InputError` for a name that is none.
     """
     units = [*units, *hooked_in_backward(module)]
-    tiers: list[list[CutPoint]] = []  # ever more places, ever harder to take hold of
+    tiers: list[list[CutPoint]] = []  # ever more places; first those where the call is given all
     for own in (False, True):
         places, others = find_places(flow, own=own)
         places = [place for place in _outside(places, units) if not (apart and crossed_at(flow, place))]
+        # as soon as all that the user named are places, else with the last ones, so that the reason can be told
         if named and (own or {place.call.path for place in places} >= set(named)):
             return _named(flow, module, places, others, named)
         tiers += [places] if own else [[place for place in places if place.clean], places]
@@ -307,6 +308,7 @@ def _named(
 
 def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[CutPoint]) -> list[Stage]:
     """Returns the stages between the places. `other` is the same forward on another number of samples."""
+    # calls made as often as there are samples differ with their number, and no stage begins among them (`repeats`)
     if flow.order != other.order and not flow.repeats:
         raise RefusedPlan(
             "the forward runs other modules from one time to the next (a choice by values of its samples, or by their "
@@ -335,6 +337,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
         stage.careful = written or bool(flow.later)  # a forward that failed and ran again would leave things twice
         entry = -math.inf if stage.entry is None else stage.entry.call.enter
         stage.skips = skips_between(-math.inf, entry, flow, other, samples)
+        # code behind the exit may change what a later forward reads (`lasting`): the stage then runs that too
         stage.runs_on = stage.exit is not None and stage.exit.runs_on
         if stage.exit is not None and stage.runs_on:
             stage.skips += skips_between(stage.exit.call.enter, math.inf, flow, other, samples)

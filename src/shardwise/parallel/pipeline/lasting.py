@@ -159,7 +159,7 @@ def _sides(cut: _Cut, runs_on: bool, cuts: list[_Cut], had: list[list[int]]) -> 
         sides[number] = _holders(cut, param)
     for number, (which, source) in flow.carried.items():
         sides[number] = had[which][source]
-    if had:
+    if had:  # buffers begin as the forward before has left them
         _find_buffers(flow, cuts[len(had) - 1].flow, had[-1], sides)
     for op, callers in zip(flow.ops, flow.callers, strict=True):
         here, run = cut.side(op.time), cut.run_by(op, callers, runs_on)
@@ -253,7 +253,7 @@ def as_left(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     saved_here: list[_Saved] = []
 
     def pack(saved: torch.Tensor) -> torch.Tensor | _Saved:
-        if isinstance(saved, Distributed) or saved.layout is not torch.strided:
+        if isinstance(saved, Distributed) or saved.layout is not torch.strided:  # no memory to know it by
             return saved
         memory = saved.untyped_storage()._cdata
         for name in names:  # looked up anew: an assignment to .data or to the attribute gives it other memory

@@ -69,7 +69,7 @@ class LeftOutResults:
         kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         key = id(skip), *kinds
         if key not in self._recipes:
-            if len(self._recipes) >= MOST_RECIPES:
+            if len(self._recipes) >= MOST_RECIPES:  # shapes that change from step to step would fill memory
                 self._recipes.clear()
             self._recipes[key] = self._recipe(skip, along, leaves)
         recipe, spec = self._recipes[key]
@@ -95,7 +95,7 @@ class LeftOutResults:
         cuts = along or [()] * len(shapes)
         recipe = []
         for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
-            # what the call gives through unchanged is taken from its arguments
+            # what the call hands on is taken from its arguments; a plain value is kept as it was when it was looked at
             # a plain value, or an argument that the call gives on as the same tensor
             if leaf.tensor is None or leaf.tensor in argument_of:
                 argument = argument_of.get(leaf.tensor) if leaf.tensor is not None else None
@@ -122,6 +122,7 @@ class LeftOutResults:
         assert leaf.dtype is not None
         first = next((arg for arg in leaves if isinstance(arg, torch.Tensor)), None)
         device = first.device if first is not None else None
+        # cut tensors are put together; integers may be counted up in place, so each has memory of its own
         if leaf.along or not leaf.dtype.is_floating_point:  # whole numbers count something: nobody else's are touched
             fill = float("nan") if leaf.dtype.is_floating_point else 0
             beside = [arg for arg in leaves if isinstance(arg, torch.Tensor)]
@@ -150,12 +151,12 @@ class OnNothing(TorchFunctionMode):
             return RemovableHandle(OrderedDict())
         try:
             return func(*args, **kwargs)
-        except ShardwiseError:
+        except ShardwiseError:  # a reason, and no failure on NaN
             raise
         except RAISED:
-            if self.begun():
+            if self.begun():  # the stage's own part has values: a failure of the module's
                 raise
-            if _writes_into_absent(func, args):
+            if _writes_into_absent(func, args):  # what it would write is made up too
                 return args[0]
             if any(isinstance(tensor, Distributed) for tensor in tensors_in((args, kwargs))):
                 raise  # how a result would be cut does not follow from shapes

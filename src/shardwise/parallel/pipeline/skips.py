@@ -60,9 +60,9 @@ def _skip(
 ) -> Skip | None:
     """Returns the `Skip` of a call; None where it must run: its result is shared, or has shapes that are not known."""
     other = twins.get((call.path, call.place))
-    if other is None or not _pairs(call, other):
+    if other is None or not _pairs(call, other):  # nothing tells how its shapes follow the samples
         return None
-    # `moves`: what it changes in the module, a later forward would find made up
+    # what it changes in the module, a later forward would find made up; and it must give the same values then too
     if call.moves or not _plain(call) or not all(_alike(call, later) for later in flow.later):
         return None
     returned = {leaf.tensor for leaf in call.leaves}

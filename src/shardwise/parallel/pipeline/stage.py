@@ -147,14 +147,14 @@ class StagedModule:
             if call.own is None:  # at a call where the stage may both begin and end, it begins first
                 at_hand = actions.get((id(child), call.place))
                 add(call.path, call.place, partial(action, edge, at_hand))
-            else:
+            else:  # at a function of torch that the module's own code calls
                 marks.setdefault((id(child), call.place), {})[call.own] = partial(action, edge, None)
                 followed += [child, *map(self.module.get_submodule, edge.point.callees)]
         notes: dict[tuple[int, int], set[_Key]] = {}
         own: dict[tuple[int, int], dict[Spot, Holder]] = {}
         for holder in stage.holders:
             child = self.module.get_submodule(holder.path)
-            if holder.own is not None:
+            if holder.own is not None:  # a value that the module's own code keeps to itself
                 own.setdefault((id(child), holder.place), {})[holder.own[0]] = holder
             else:
                 notes.setdefault((id(child), holder.place), set()).add(_key(holder))
@@ -179,13 +179,13 @@ class StagedModule:
             action = self._actions[self._stage.index].get((id(child), place))
             notes = self._notes[self._stage.index].get((id(child), place), ())
             for note in notes:
-                if note[2] and not hooked:  # of the arguments, else of the result
+                if note[2] and not hooked:  # of the arguments, else of the result (hooked: `_before_hooks`)
                     self._noted[note] = tree_flatten((args, kwargs))[0]
             with self._inside(None):  # what an action calls of torch is nobody's own code
                 made = action(args, kwargs) if action is not None else None
             with self._inside((id(child), place)):
                 output = inner(*args, **kwargs) if made is None else made[0]
-            if made is not None and self._shared is not None:
+            if made is not None and self._shared is not None:  # gradients by made-up values are made up too
                 self._shared.note(output)
             for note in notes:
                 if not note[2]:
@@ -232,7 +232,7 @@ class StagedModule:
                 try:
                     output, left = self._walk(stage, lambda: inner(*args, **kwargs))
                 except RAISED as again:
-                    if self._entered or not isinstance(error, IndexError):
+                    if self._entered or not isinstance(error, IndexError):  # else an index was computed of NaN
                         raise again from error
                     raise self._on_nothing(stage, error) from error
             self._check(stage, left)
@@ -412,7 +412,7 @@ class StagedModule:
             needed = needs_gradient and on
             self._put(self._met(holder), received, needed, holder.written)
             leaves.append(self.taken[-1] if needed else None)
-        if self._tape is not None:
+        if self._tape is not None:  # gradients that the forward takes itself go back by these
             self._tape.received(leaves)
         self._made_up.clear()
 

@@ -133,7 +133,7 @@ class Tape:
         walk = Walk(index, bool(names.get("create_graph")), here, len(self.rounds))
         self._spread(walk, outputs, ones)
         self._back(walk, 0)
-        if walk.asked:
+        if walk.asked:  # stages before this one have summands too
             self._collect(walk)
         grads = [self._as_torch(grad, x, names) for grad, x in zip(walk.grads, inputs, strict=True)]
         return tuple(grads)
@@ -153,7 +153,7 @@ class Tape:
         """Differentiates `outputs` within this stage; adds to `walk.pending` (received leaves) and `walk.grads`."""
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True)
                  if o is not None and g is not None and o.requires_grad]  # fmt: skip
-        if walk.final is not None:
+        if walk.final is not None:  # the loss's: the weights' gradients are taken through these at the end
             walk.final += pairs
         # rounds that are younger than the walk are its own: a gradient goes back through older ones alone
         leaves = [leaf for turn in self.rounds[: walk.until] for leaf in turn.got if self._counts(walk, turn, leaf)]
@@ -345,11 +345,12 @@ class SharedGradients(TorchFunctionMode):
         if transforming():  # inside `torch.func`, whose own gradients are no gradients of stages
             return func(*args, **kwargs)
         own = takes_gradients(func)
-        if self.begun():
+        if self.begun():  # in the stage's own part tensors have values
             return self.take(func, args, kwargs) if own else func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         # a parameter may be another stage's, which is NaN here; those of this stage are used from its beginning on
         of_batch = not any(isinstance(tensor, nn.Parameter) or tensor in self.made_up for tensor in tensors)
+        # a gradient of made-up values is made up too; of the batch alone it is right before the stage begins
         if own:
             self.count()
             if not (of_batch and any(tensor.requires_grad for tensor in tensors)):

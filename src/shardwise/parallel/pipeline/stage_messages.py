@@ -196,7 +196,7 @@ class Mail:
         specs: list[TensorSpec] | None = None,
     ) -> None:  # fmt: skip
         """Sends the tensors of one message; `specs`: theirs, where the receiver does not know them yet."""
-        if len(tensors) >= TELLING:
+        if len(tensors) >= TELLING:  # that place numbers the small message which tells of the tensors
             raise RefusedPlan(f"stage {source} would send {len(tensors)} tensors at once; {TELLING - 1} are the most")
         if self.owner[source] == self.owner[goal]:  # without its graph: each stage's backward is run by itself
             self._at_home[tag, goal, batch] = [taken_apart(tensor.detach()) for tensor in tensors]
@@ -208,10 +208,10 @@ class Mail:
             for place, t in enumerate(tensors)
         ]  # fmt: skip
         key = (tag, source, goal, batch)
-        if key in self._due:
+        if key in self._due:  # in rounds, each begun in an order that all stages have: it leaves with its round
             self._outbox[key] = going, specs
             self._go_on_to(key)
-        else:
+        else:  # sends need not wait for the receiver, and leave at once
             self._tell(source, batch, specs)
             self._exchange(going, [])
 
@@ -245,10 +245,10 @@ class Mail:
 
     def _fetch(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
         """Returns the tensors of one message. Those that the same rank sent before it are received too, and kept."""
-        if self.owner[source] == self.owner[goal]:
+        if self.owner[source] == self.owner[goal]:  # both stages are this rank's
             return self._at_home.pop((tag, goal, batch))
         self._go_on_to((tag, source, goal, batch))
-        if (tag, goal, batch) in self._asked:
+        if (tag, goal, batch) in self._asked:  # of a round: being received
             return _arrived(self._asked.pop((tag, goal, batch)))
         rank = self.owner[source]
         coming = self._coming.get((tag, rank))
@@ -305,7 +305,7 @@ class Mail:
 
         Then who owns which index of the cut dims: as many numbers as there are runs, where there are any.
         """
-        if specs is None:
+        if specs is None:  # the receiver knows them
             return
         row = torch.zeros(1 + max(TOLD_AT_ONCE, len(specs)) * WIDTH, dtype=torch.int64)
         row[0] = len(specs)

@@ -123,10 +123,10 @@ def attend(
     # a ring asks such a mask alone what of a pair may be read: `is_causal` beside it would be passed over
     if isinstance(attn_mask, PairMask) and (is_causal or dropout_p or query.dim() != 4):
         attn_mask = whole_mask(attn_mask)
-    if query.dim() != 4:
+    if query.dim() != 4:  # by the operations that torch makes of it
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
     axis = _innermost(query) or _innermost(key)
-    if axis is None:
+    if axis is None:  # no axis cuts positions
         return _of_whole_positions(query, key, value, attn_mask, options)
     if attn_mask is not None and isinstance(attn_mask, Distributed):  # each rank reads other rows and columns of it
         attn_mask = whole_over_axis(attn_mask, axis)
@@ -137,7 +137,7 @@ def attend(
     beyond = _levels(query)[0].axis is not axis  # the outermost alone goes around a ring
     # a ring sees a row's scores in pieces, and dropout draws for whole rows
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
-    if _SEEN:
+    if _SEEN:  # somebody notes which calls there are
         causal = is_causal or (isinstance(attn_mask, PairMask) and attn_mask.looks_back)
         _SEEN[-1].append(AttentionCall.of(query, key, axis, heads=heads, causal=causal, mask=attn_mask))
     if heads:
@@ -274,12 +274,12 @@ class _ReadHeads(torch.autograd.Function):
         """Returns the gradient of the keys (or values) that were read, summed over the query heads that read each."""
         read, held_keys = ctx.read, ctx.held_keys
         payload = share_of(from_axis(gradient, read.axis), HEADS, read.owners, read.axis)
-        if read.inside is not None:
+        if read.inside is not None:  # tp cuts the query heads
             dealt = Owners.of(read.inside.owners.array[read.owners.indices(read.axis.index)], read.inside.owners.ranks)
             payload = share_of(payload, HEADS, dealt, read.inside.axis)
         # several query heads read one key head, so their gradients are added
         local = payload.new_zeros(ctx.shape).index_add_(HEADS, ctx.places, payload)
-        if held_keys is not None:
+        if held_keys is not None:  # keys whose heads tp cuts
             local = held_keys.with_local(local)
         elif read.inside is not None:  # keys that tp's ranks all have, each of which has used them for its own queries
             local = Sum(local, read.inside.axis, spread=False)

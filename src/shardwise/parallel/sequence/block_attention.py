@@ -70,7 +70,7 @@ def attended(
     causal  the block lies on the diagonal: row i reads columns up to i
     """
     dtype, kernel = wide(q.dtype), _fused(q, k, v, bias, causal, scale)
-    if kernel is None or kernel.widens:
+    if kernel is None or kernel.widens:  # scores are written in the dtype in which blocks are merged
         q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     if kernel is not None:
         output, lse = kernel.forward(q, k, v, causal, scale)

@@ -61,7 +61,7 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
     block  (source, *tensors of that rank): this rank's summand of their gradients
     """
     axis, me = call.axis, call.axis.index
-    if call.keys is None:
+    if call.keys is None:  # every rank has all keys: nothing travels
         return block(me, *mine)
     like = tuple(tensor.new_empty(0, dtype=wide(tensor.dtype)) for tensor in mine)
     own: Tensors = ()
@@ -70,12 +70,13 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
     coming: _Arriving | None = None  # what other ranks have summed of the next step's block
     home: _Arriving | None = None
     for step, (source, tensors) in enumerate(_steps(call, mine)):
-        if tensors is not None:
+        if tensors is not None:  # else this rank reads nothing of the block
             gradients = block(source, *tensors)
             if coming is not None:
                 gradients = _added(gradients, coming.received())
             if source == me:
                 own = gradients  # stays here; what other ranks add to it comes at the end
+            # on to the next rank that reads the block, in the round that brings it there, or, from the last one, home
             else:
                 after = call.after(source)
                 number = step if after is None else _round_of(call, source, after)
@@ -87,7 +88,7 @@ def gradients_around(call: Call, mine: Tensors, block: Any) -> Tensors:
         receives = [] if comes is None else [(comes, (source - 1) % axis.size, like)]
         receives += [(call.ways[me][-1], me, like)] if last else []
         arriving = rounds.begin(waiting.pop(step, []), receives)
-        if last:
+        if last:  # in this round the sum of this rank's own block comes home
             home = arriving.pop()
         coming = arriving[0] if arriving else None
     if home is not None:

@@ -209,14 +209,16 @@ def _along(mask: torch.Tensor, dim: int, at: At) -> torch.Tensor:
 
 def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, device: torch.device) -> Any:
     """Returns the mask of one pair of runs, with causality in it where the pair lies across the diagonal; or None."""
-    if kind in ("full", "diagonal"):
+    if kind in ("full", "diagonal"):  # all may be read, or the kernel masks the diagonal by itself
         return None
     part = None if mask is None else _block(mask, q, k)
     if kind == "masked":
         return part
+    # "causal", or "masked causal": indices are compared, and a mask is added
     allowed = indices_at(q, device).unsqueeze(1) >= indices_at(k, device)
     if part is None:
         return allowed
+    # a mask of bools says what may be read, one of numbers is added to scores
     return part & allowed if part.dtype is torch.bool else torch.where(allowed, part, -torch.inf)
 
 
@@ -317,7 +319,7 @@ class HeadsHere:
         mask = mask.detach()
         mask = mask.view(*([1] * (4 - mask.dim())), *mask.shape)
         inner = self.inner
-        if inner is None or mask.shape[inner.dim_cut] == 1:
+        if inner is None or mask.shape[inner.dim_cut] == 1:  # one for all heads or samples
             return mask
         return inner.owners.take(mask, inner.dim_cut, inner.axis.index)
 

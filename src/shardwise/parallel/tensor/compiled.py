@@ -117,7 +117,7 @@ class _Compiled:
         key = self._key(leaves, dict(zip(places, layouts, strict=True)), spec, [*inputs, *state])
         program = self.programs.get(key)
         if program is None:
-            if len(self.programs) >= MOST:
+            if len(self.programs) >= MOST:  # shapes that change from call to call run as they are
                 return self.forward(*args, **kwargs)
             program = self.programs[key] = self._program(leaves, places, layouts, spec)
         try:
@@ -130,6 +130,7 @@ class _Compiled:
                 raise
             from torch._dynamo.exc import BackendCompilerFailed  # heavy, and loaded by now
 
+            # the block itself was written down, and the compiler failed on that
             if program.raised is None and isinstance(error, BackendCompilerFailed):
                 raise self._refused(error) from error
             raise _NotWritten(_cause(program.raised or error)) from None

@@ -121,7 +121,7 @@ def families(labels: WeightLabels) -> list[LinkedDims]:
     for i, classes in enumerate(uniques):
         classes = classes[classes != 0]
         for j in np.unique(first_node[classes]):
-            if j >= 0:
+            if j >= 0:  # -1: the class is new
                 root[find(i)] = find(int(j))
         first_node[classes] = i
     members: dict[int, list[int]] = {}
@@ -257,7 +257,7 @@ def starved(labels: WeightLabels, ranks: int) -> list[str]:
         # dims that only give, with their classes (K and V have those of fewer heads)
         outer = [(len(labels.classes[node]), node[0]) for node in family.nodes if roles.get(node) == {"outer"}]
         inner = [len(labels.classes[node]) for node in family.nodes if "inner" in roles.get(node, set())]
-        # a family that both gives and takes; of many more weights than these it is no attention, and stays
+        # weights that give, each with a bias at most, those that take, and hardly more: attention; larger ones stay
         if outer and inner and len(family.nodes) <= 2 * len(outer) + len(inner) + 2:
             largest = max(max(n for n, _ in outer), max(inner))
             names += [name for n, name in outer if n < largest]

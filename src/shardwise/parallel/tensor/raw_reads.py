@@ -64,6 +64,7 @@ class RawReads(TorchFunctionMode):
         if (met or whole) and by_a_module(sys._getframe(1)):  # not torch's own code, nor ours
             if met:
                 self._met(func, tensors, met, output)
+            # a whole weight, where positions are cut: its gradient would count once for each rank
             if any(tensor.requires_grad for tensor in tensors_in(output)) and whole:
                 self._refuse(whole[0])
         return output
@@ -79,6 +80,7 @@ class RawReads(TorchFunctionMode):
     def _met(self, func: Any, tensors: list[torch.Tensor], met: list[_How], output: Any) -> None:
         """Notes that results of `func` are shares, as its arguments are. Raises `Uncut` where that would be wrong."""
         name, made = getattr(func, "__name__", str(func)), tensors_in(output)
+        # these take the parameter itself; what gives neither tensors nor a size shows nothing of a share
         if name in TAKE_TENSOR_ITSELF or (not made and func not in _SIZES):
             return
         # element by element on shares that are all cut alike, beside numbers at most: right on each rank's elements

@@ -69,6 +69,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
         for whole, mine in zip((mean, var), kept, strict=True):
             if whole is not None and mine is not None:
                 whole.copy_(gathered(x.with_local(mine, 0)))
+    # the kernel gives empty statistics outside of training
     of_channels = [x.with_local(tensor, 0) if tensor.numel() else tensor for tensor in statistics]
     return (x.with_local(y), *of_channels)
 
@@ -122,7 +123,7 @@ def batch_norm_of_tiles(
             w, b = (None if t is None else t.to(running_mean.dtype) for t in (w, b))
         return placed(F.batch_norm(tile, running_mean, running_var, w, b, False, momentum, eps), cut_dims)
     count = input.numel() // input.shape[1]
-    if count < 2:
+    if count < 2:  # asked of the whole field: a tile may well have a single element
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
     y, mean, var = _by_group(input, cut_dims, input.shape[1], weight, bias, eps, True)
     _keep(running_mean, running_var, mean.flatten(), var.flatten(), count, momentum)

@@ -77,7 +77,7 @@ def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: 
 @rule("convolution_backward")
 def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns a convolution's (dx, dweight, dbias), cut as in `convolution`; None for each that is not asked for."""
-    dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, g, mask = args
+    dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, g, wanted = args
     rest = (stride, padding, dilation, transposed, output_padding)
     outer, inner = _channels(func, args, transposed, g)
     lead = parts_in([w]) or parts_in([x]) or parts_in([dy])
@@ -85,31 +85,31 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     w_cut = w.dim_cut if is_part(w) else None
     if w_cut == outer and g == 1:  # by output channels: dx is a sum over ranks
         local = None if bias_sizes is None else [w.local.shape[outer]]
-        dx, dw, db = func(share_as(dy, w, 1), x, w.local, local, *rest, 1, mask)
-        dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None
+        dx, dw, db = func(share_as(dy, w, 1), x, w.local, local, *rest, 1, wanted)
+        dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and wanted[0] else None
         dw = None if dw is None else w.with_local(dw, outer)
         return dx, dw, None if db is None else w.with_local(db, 0)
     if w_cut == 0 and g > 1:  # depthwise
         x = _by_groups(x, w, g)
         local = None if bias_sizes is None else [w.local.shape[0]]
-        dx, dw, db = func(share_as(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
-        dx = x.with_local(dx, 1) if mask[0] else None
+        dx, dw, db = func(share_as(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], wanted)
+        dx = x.with_local(dx, 1) if wanted[0] else None
         return dx, *(None if gradient is None else w.with_local(gradient, 0) for gradient in (dw, db))
     # by input channels
     if g == 1 and not is_part(dy) and (w_cut == inner or (is_part(x) and x.dim_cut == 1)):
         xl, wl = share_as(x, part, 1), share_as(w, part, inner)
         if xl.shape[1]:
-            dx, dw, db = func(dy, xl, wl, bias_sizes, *rest, 1, mask)
+            dx, dw, db = func(dy, xl, wl, bias_sizes, *rest, 1, wanted)
         else:
             # kernels take no tensor without channels; the bias has its whole gradient on every rank
             dx, dw, db = torch.zeros_like(xl), torch.zeros_like(wl), dy.sum([0, *range(2, dy.dim())])
-        dx = part.with_local(dx, 1) if mask[0] else None
-        return dx, part.with_local(dw, inner) if mask[1] else None, db
+        dx = part.with_local(dx, 1) if wanted[0] else None
+        return dx, part.with_local(dw, inner) if wanted[1] else None, db
     if w_cut is None and part.dim_cut == 0:  # by samples
-        dx, dw, db = func(share_as(dy, part, 0), share_as(x, part, 0), w, bias_sizes, *rest, g, mask)
-        dx = part.with_local(dx, 0) if mask[0] else None
+        dx, dw, db = func(share_as(dy, part, 0), share_as(x, part, 0), w, bias_sizes, *rest, g, wanted)
+        dx = part.with_local(dx, 0) if wanted[0] else None
         sums = (Sum.of(gradient, part.axis, part.origin, spread=False) if m else None
-                for gradient, m in zip((dw, db), mask[1:], strict=True))  # fmt: skip
+                for gradient, m in zip((dw, db), wanted[1:], strict=True))  # fmt: skip
         return dx, *sums
     raise Uncut(no_rule(func, parts_in(args)))
 
@@ -228,8 +228,9 @@ def convolution_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output:
     if labels is not None and any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
     name, dims = param
-    if name in axes.frozen:
+    if name in axes.frozen:  # the plan keeps the weight whole, so channels with labels would have to be whole too
         return labels is None
+    # of a depthwise one dims[1] may be None: it has one index, and nothing is contracted
     outer, inner = (dims[1], dims[0]) if transposed else (dims[0], dims[1] or 0)
     seeds = axes.seeds[name, outer], axes.seeds[name, inner]
     of_bias = axes.labels(b)

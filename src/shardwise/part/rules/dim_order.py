@@ -123,6 +123,7 @@ label("transpose", "t", "numpy_T", "permute")(rearranged)
 def expand_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Labels `x.expand(sizes)`, repeated elements by the label of the one that they repeat. Always True."""
     x = args[0]
+    # a weight's matrix that gets dims in front, and repeats none of its own, stays known as that weight
     if param_of(x) is not None and x.dim() > 1:
         name, dims_of_param = param_of(x)  # type: ignore[misc]
         if all(a == b for a, b in zip(x.shape, output.shape[output.dim() - x.dim() :], strict=True)):

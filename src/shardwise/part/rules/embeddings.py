@@ -111,7 +111,7 @@ def embedding_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: A
     if param is None or getattr(args[1], "_axis_labels", None) is not None:
         return False
     name, (rows, columns) = param
-    if name in axes.frozen:
+    if name in axes.frozen:  # the plan keeps the table whole: its rows carry no labels
         return True
     axes.give(output, axes.seeds[name, columns].reshape([1] * (output.dim() - 1) + [-1]))
     axes.uses.append(Use(name, "rows", rows, columns, axes.modules[-1] if axes.modules else ""))

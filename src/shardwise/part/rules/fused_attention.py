@@ -35,7 +35,7 @@ class _Heads:
         self.query, self.key, self.value = names["query"], names["key"], names["value"]
         parts = parts_in([self.query, self.key, self.value])
         lead = parts[0] if parts else None
-        # samples or heads alone: positions are cut by rules of their own (ring, by heads)
+        # samples, or heads of the queries: positions are cut by rules of their own (ring, by heads)
         if lead is None or lead.dim_cut > 1 or (lead.dim_cut == 1 and lead is not self.query):
             raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
         self.func, self.part, self.dim = func, lead, lead.dim_cut

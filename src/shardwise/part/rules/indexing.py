@@ -188,11 +188,11 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     """Returns `x[i, j, ...]` by plain indices of the cut dim too: a `Sum`, to which each entry's owner adds it."""
     wanted = indices[part.dim_cut]
     inner = part.local
-    tokens = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # of tiles cut along several dims
+    cut_again = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # (tokens of tiles) no row can be appended
     if wanted.dtype is torch.bool:
         raise Uncut(no_rule(func, [part]))
     owned, place = places_of(part, wanted)
-    if isinstance(inner, Distributed) and not tokens:
+    if isinstance(inner, Distributed) and not cut_again:
         # what others own is read as a row of zeros behind this rank's own
         place = torch.where(owned, place, inner.shape[part.dim_cut])
         own = [place if d == part.dim_cut else i for d, i in enumerate(indices)]

@@ -20,6 +20,7 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 @rule("cat", "stack")
 def cat(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns `cat` or `stack` of tensors as a part: owners are joined where `dim` is the cut dim, else kept."""
+    # torch passes over empty tensors of one dim, whatever shape the others have
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if func._schema.name == "aten::stack":
@@ -40,6 +41,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
         # zeros for a split's undefined gradient, as long as their cut neighbour, and so dealt like it
         if all(p.dim_cut == dim for p in parts) and _like_its_neighbour(tensors, lead, dim):
             tensors = [t if is_part(t) else lead.with_local(lead.share(t, dim)) for t in tensors]
+        # positions: a whole tensor goes to the rank that owns what it stands beside
         elif all(p.dim_cut == dim for p in parts) and lead.axis.positions:
             tensors = _with_their_neighbours(tensors, lead, dim)
         else:

@@ -65,6 +65,7 @@ def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, clas
 def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (loss, total weight) of x (N, C, ...) log-probabilities, cut along C or along N."""
     x, target, weight, reduction, ignored = args
+    # reduction 0: a loss for each target; 1: their mean; 2: their sum
     classes = 0 if x.dim() == 1 else 1
     if is_part(x) and x.dim_cut != classes and not parts_in([weight]):
         # cut along samples or positions, all classes here; a mean is over all ranks' targets, so the sum comes first
@@ -81,6 +82,7 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     _check_range(target, x.shape[classes], "target", ignored)
     # cut along classes: one rank has the log-probability of a target, and the others add zero to it
     owned, place = place_of(x, target)
+    # a rank without classes has nothing to read, and adds zeros
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
     mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (owned & counts)
     target_weight = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)

@@ -44,7 +44,7 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
     lead, cut = _cut(func, x, mask, place)
     whole = _whole_in_rehearsal(lead, mask)
     theirs = mask
-    if place <= cut < place + mask.dim():
+    if place <= cut < place + mask.dim():  # the mask covers the cut dim: each rank selects by its own share of it
         theirs = _seen(lead, share_as(mask, lead, cut - place), cut - place, whole)
     output = func(share_as(x, lead, cut), [*[None] * place, theirs])
     # the mask covers other dims, and selects the same on every rank: the cut dim keeps its owners
@@ -73,6 +73,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
         if is_part(values):
             theirs = _seen(lead, theirs, cut - place, whole)
             values = reowned(values, _owners(lead, theirs, cut - place, whole)).local
+        # one value for all that is selected is every rank's; of several each rank takes its own
         elif dim >= 0 and values.shape[dim] != 1:
             values = _of_mine(lead, theirs, cut - place, values, dim, whole)
     elif is_part(values) and values.dim_cut == dim + (cut - place if cut < place else cut - place - mask.dim() + 1):
@@ -115,6 +116,7 @@ def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any
     # the gradient of a selection, whose own input was whole
     if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
         assert isinstance(values, Part)
+        # the selected elements themselves are cut, and nothing tells along which of the masked dims
         if values.dim_cut == place:
             raise Uncut(no_rule(func, [values]))
         return values, values.dim_cut if values.dim_cut < place else values.dim_cut + mask.dim() - 1

@@ -38,7 +38,7 @@ def pad(
     after, fill = [], float(value or 0.0)
     for cut in found:
         n, (front, behind) = cut.owners.size, widths.pop(cut.dim, (0, 0))
-        if not front and not behind:
+        if not front and not behind:  # nothing is padded along this dim: its tile stays as it is
             input = opened(input, [cut])
             after.append(cut)
             continue

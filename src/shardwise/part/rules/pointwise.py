@@ -74,6 +74,7 @@ class PointwiseCuts:
         lead = self.lead
         for part in firm:
             if self.place(part) != self.dim or not part.beside(lead):
+                # `local` moves or gathers positions that lie otherwise, and gathers what may be gathered
                 free = lead.axis.positions and (self.movable(part) or self.crossing(part))
                 if free or all(p.may_gather for p in parts):
                     continue
@@ -103,6 +104,7 @@ class PointwiseCuts:
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
+            # positions that lie otherwise are moved, which sends less than gathering them
             if self.lead.axis.positions and not tensor.may_gather and not self.crossing(tensor):
                 dim = self.dim - (self.ndim - tensor.dim())
                 return recut(tensor if dim == tensor.dim_cut else whole_inside(tensor), dim, self.owners).local
@@ -249,7 +251,7 @@ def elementwise_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output:
             joint = np.broadcast_arrays(joint, labels)[0]
     for matrix in matrices:
         _meet(axes, matrix, joint, ndim)
-    if joint is None:
+    if joint is None:  # what is read has no labels, or was kept whole above
         return True
     if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and axes.labels(args[0]) is None:
         return False  # labelled values into a whole tensor
@@ -277,14 +279,15 @@ def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any)
     name, dims = param_of(lead)  # type: ignore[misc]
     for other in filter(param_of, others):
         of_other, its_dims = param_of(other)  # type: ignore[misc]
-        for back in range(1, other.dim() + 1):
-            if its_dims[-back] is None or other.shape[-back] == 1:
+        for back in range(1, other.dim() + 1):  # dims meet as in a broadcast, from the last one
+            if its_dims[-back] is None or other.shape[-back] == 1:  # repeated along it, or no one dim of the weight
                 continue
             seeds = axes.vector(of_other, its_dims[-back])
             if dims[-back] is None or name in axes.frozen:
                 axes.keep_whole(seeds, "it is applied to a whole dim")
             elif of_other in axes.frozen:
                 axes.keep_whole(axes.vector(name, dims[-back]), "a weight beside it is whole")
+            # the same dim of the same weight lies together with itself already
             elif of_other != name or its_dims[-back] != dims[-back]:
                 axes.unite(axes.vector(name, dims[-back]), seeds)
     for result in results:

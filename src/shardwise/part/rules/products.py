@@ -31,7 +31,7 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
     kind_a = a.dim_cut - batch if is_part(a) else None  # 0 m, 1 k, negative batch
     kind_b = b.dim_cut - batch if is_part(b) else None  # 0 k, 1 n
     lead = a if is_part(a) else b
-    if not is_part(lead):
+    if not is_part(lead):  # what was cut has been gathered (`_settled`)
         return func(a, b)
     if (kind_a is not None and kind_a < 0) or (kind_b is not None and kind_b < 0):
         dim = lead.dim_cut
@@ -115,6 +115,7 @@ def _packed(matrix: torch.Tensor) -> torch.Tensor:
 @rule("addmm", "baddbmm", "addmm_", "baddbmm_", "addbmm")
 def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns beta * c + alpha * a @ b, in place too; a bias is added once, after the sum over ranks."""
+    # it adds up the products of a batch too, which the ones below do not
     if func._schema.name == "aten::addbmm":
         raise Uncut(no_rule(func, parts_in(args)))
     c, a, b = args[:3]

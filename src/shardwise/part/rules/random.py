@@ -46,8 +46,10 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
         args, kwargs = (args[0], *whole[0]), whole[1]
     if not is_part(part):
         return func(*args, **kwargs)
-    reads = not func._schema.is_mutable and not func._schema.name.endswith("_like")  # it is distributed by its values
+    # `bernoulli(x)` and the like read x as rates; those that write, or end in `_like`, have of it the shape alone
+    reads = not func._schema.is_mutable and not func._schema.name.endswith("_like")
     alone = not tensors_in((args[1:], kwargs))
+    # not with the caller's generator, which stands alike on all ranks, nor where a script draws as one process does
     own = alone and not part.may_gather and kwargs.get("generator") is None and not _OF_ONE_PROCESS
     if part.axis.positions and own:
         with _own_draws(part):

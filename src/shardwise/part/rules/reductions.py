@@ -204,7 +204,7 @@ def reduction_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: A
     x, arguments, by_dims = args[0], arguments_of(func, args, kwargs), DimwiseRule(named)
     if "other" in arguments:  # max or min of two tensors, element by element
         return False
-    dims = by_dims.run_over(x, arguments) if x.dim() else set()
+    dims = by_dims.run_over(x, arguments) if x.dim() else set()  # a scalar has no dims
     if _of_weight(axes, x, dims, output):
         return True
     name = func._schema.name.partition("::")[2]

@@ -47,6 +47,7 @@ def interpolate(
     copied = linear and (host or sizes == list(input.shape[2:]))
     tables = [Table(n, m, linear, bool(align_corners), None if copied and n == m else s, double, host)
               for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)]  # fmt: skip
+    # "nearest" rounds otherwise in backward: its gradient would go to inputs that this rank did not fetch
     if not all(table.one_way for table in tables):
         return _interpolated_whole(input, *options)
     return _along_each(input.to(wide), cut_dims, tables).to(input.dtype)

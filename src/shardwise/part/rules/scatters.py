@@ -39,6 +39,7 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
     # added, not replaced: a sum over ranks, or each owner by itself, gives what one process has
     if cut == dim and func._schema.name.startswith("aten::scatter_add"):
         return _scattered(func, dim, *args[:1], *args[2:])
+    # entries have to lie beside those of x along the cut dim; a whole target would be written differently on each rank
     if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
         raise Uncut(no_rule(func, parts_in(args)))
     output = func(*_shares(func, args, lead), **kwargs)
@@ -83,6 +84,7 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return put(func, args, kwargs)
     if (put_in_own := _put_in_own(func, x, indices, values, rest)) is not None:
         return put_in_own
+    # any rank may name any place of x, so indices that are cut are gathered
     if is_part(x) and x.axis.positions:
         return _put_by_whole_indices(func, x, [gathered(i) if is_part(i) else i for i in indices], values, rest)
     # the cases below give new tensors
@@ -94,9 +96,11 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if added_up is not None:
         return added_up
     used = [d for d, i in enumerate(indices) if i is not None]
+    # what is left are values cut along one of x's own dims, in the place where indices side by side leave it
     if parts_in(indices) or used != list(range(used[0], used[-1] + 1)) or not is_part(values):
         raise Uncut(no_rule(func, parts_in(args)))
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    # values that are broadcast, or cut among the dims of the indices, do not say which rows of x a rank has
     if values.dim() != x.dim() - len(used) + added or used[0] <= values.dim_cut < used[0] + added:
         raise Uncut(no_rule(func, parts_in(args)))
     dim = values.dim_cut if values.dim_cut < used[0] else values.dim_cut - added + len(used)
@@ -156,7 +160,7 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
         dim -= x.dim() - len(used) + added - values.dim()  # among those of the values
         if is_part(values):
             values = share_as(values, x, dim, func)
-        elif dim >= 0 and values.shape[dim] != 1:
+        elif dim >= 0 and values.shape[dim] != 1:  # else they are repeated along the cut dim, alike on all ranks
             values = x.share(values, dim)
         filled = put(x.local, indices, values, *rest)
     if not func._schema.is_mutable:
@@ -177,6 +181,7 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     place = values.dim_cut - first - added  # of the cut dim among those of the indices, from the last one
+    # cut along a dim of x itself, or values that are broadcast
     if not -added <= place < 0 or values.dim() != x.dim() - len(used) + added:
         return None
 
@@ -212,6 +217,7 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         mine = share_as(index, source, 0, func)
         zeros = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         return x + Sum.of(func(zeros, dim, mine, source.local, **kwargs), source.axis, source.origin)
+    # cuts that do not meet: x along another dim than the source, or dealt otherwise; indices that are cut by themselves
     if dim == cut or is_part(index) or (is_part(x) and (x.dim_cut != cut or not x.beside(source))):
         raise Uncut(no_rule(func, parts_in(args)))
     target = x.local if is_part(x) else source.share(x, cut)

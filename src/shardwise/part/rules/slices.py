@@ -129,6 +129,7 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if dim == part.dim_cut:
         raise Uncut(f"one index is taken out of a dim whose indices lie on different ranks ({no_rule(func, [part])})")
     selected = part.with_local(part.local.select(dim, index), part.dim_cut - (dim < part.dim_cut))
+    # the column of `nonzero`'s places (numbers, dims) which counts along the cut dim: a rank's places are its own
     if part.own is not None and (dim, index % part.shape[dim]) == (1, part.own[1]):
         selected.own = part.own[0], None
     return selected

@@ -245,13 +245,14 @@ def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...])
 def view_labels(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Labels a view: labels are regrouped as the shapes are, since elements keep their order. Always True."""
     x = args[0]
+    # a view that leaves a weight's dims whole is one of the weight still
     if param_of(x) is not None:
         kept = _param_view(axes, x, output)
         if kept is not None:
             output._axes_of = kept
             return True
     labels = axes.labels(x)
-    if labels is not None and x.numel():
+    if labels is not None and x.numel():  # without elements the shapes do not say how dims are regrouped
         axes.give(output, relabel(labels, tuple(x.shape), tuple(output.shape)))
     return True
 

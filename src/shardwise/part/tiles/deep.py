@@ -77,6 +77,7 @@ def deepened(
     operation  the local one, which pads nothing along the dims that are cut
     """
     depth = min(cut.axis.halo_depth for cut in cut_dims)
+    # other cuts beside these (of weights, say) leave no plain tile, and a margin is a plain window
     if depth == 1 or not alone(input, cut_dims):
         return None
     maps = [along.get(cut.dim, Sliding(cut.owners.size, 1)) for cut in cut_dims]
@@ -97,7 +98,7 @@ def deepened(
         return None
     window, afar = input, []
     for cut, sliding, outputs in zip(cut_dims, maps, ranges, strict=True):
-        if sliding.extent == sliding.stride == 1:
+        if sliding.extent == sliding.stride == 1:  # each output reads its own cell alone
             window = opened(window, [cut])
         else:
             wanted = tuple((sliding.reach(*span),) for span in outputs)

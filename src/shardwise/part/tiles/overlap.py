@@ -137,7 +137,7 @@ class _Call:
         if side.trailing:
             first = side.outputs - side.trailing
             start = first * self.stride - side.front  # among the rows of the tile
-            skip = max(0, start - side.own)
+            skip = max(0, start - side.own)  # rows of the halo in front of what they read
             behind = _Border(first, side.trailing, skip, side.behind - skip, min(start, side.own),
                              max(0, side.own - start))  # fmt: skip
         return front, behind
@@ -192,7 +192,7 @@ class _Overlapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
         """Returns the gradients of the tile, weight and bias; the halo's goes to the neighbours meanwhile."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # `create_graph=True`: by operations that autograd can differentiate again
             return _of_window(ctx, gradient)
         call, dim, (local, weight, *strips) = ctx.call, ctx.call.dim, ctx.saved_tensors
         how, side, (wants_tile, wants_weight, wants_bias) = call.how, call.here, _goals(ctx)
@@ -223,12 +223,13 @@ class _Overlapped(torch.autograd.Function):
         back = HaloBack(of_halo[0], of_halo[1], ctx.make(local), call.wanted) if wants_tile else None
         padding = call.pads(call.padding or 0)
         of_rows, of_weight, of_bias = differentiated(call.own(local), gradient, padding, wants_bias)
+        # the border's share of the weight's gradient is what its halo gives: zeros stood for the tile
         for of_border in of_weights if wants_weight else ():
             of_weight.add_(of_border)
         if back is not None:
-            if call.padding is None:
+            if call.padding is None:  # `own` put zeros around the rows: these are of nobody
                 of_rows = of_rows.narrow(dim, side.front, side.own)
-            if side.own != local.shape[dim]:
+            if side.own != local.shape[dim]:  # rows that no output reads have no gradient
                 of_rows = _padded(of_rows, dim, side.first, local.shape[dim] - side.first - side.own)
             back.add_into(of_rows)
         return of_rows if wants_tile else None, of_weight, of_bias, None, None
@@ -273,6 +274,7 @@ def overlapped(
     filled = all(all(reads(c.owners, along[c.dim]).owners.counts) for c in cut_dims if c.dim in along)
     if sides_by_rank is None or not filled:  # a rank without outputs computes what its kernel reads for nobody
         return None
+    # `_Overlapped` takes plain tensors
     if isinstance(weight, Distributed) or isinstance(bias, Distributed) or not alone(input, cut_dims):
         return None
     if not _worth(input, weight, how, sides_by_rank, cut_dims):

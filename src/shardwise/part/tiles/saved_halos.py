@@ -64,6 +64,7 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
     tile, around = _innermost(tensor), []
     # an axis further in may have cut the tile once more along one of these dims, softly: it was gathered on the way
     other = any(tile.shape[cut.dim] != cut.owners.counts[cut.axis.index] for cut, _ in fetched)
+    # no plain window, no tile that lies in it as one block, or other hooks (recompute, offload) say what is kept
     if isinstance(window, Distributed) or other or not all(places) or not nothing_hooked():
         yield
         return
@@ -77,7 +78,7 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
     windows = [window]
 
     def pack(saved: torch.Tensor) -> Any:
-        if not windows or not _same(saved, windows[0]):
+        if not windows or not _same(saved, windows[0]):  # something else that the operation keeps
             return saved
         strips, inside = [], saved.detach()
         for dim, front, behind in around:

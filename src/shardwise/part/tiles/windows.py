@@ -281,7 +281,7 @@ def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
             continue
         for axis in sorted(gathered_over.values(), key=lambda axis: axis.depth):
             tensor.register_hook(partial(whole_over, axis=axis))
-        # the gradient may be whole over the inner axes already
+        # the tensor is not cut over inner axes: a gradient that arrives cut by both is gathered over these
         if not gathered_over and isinstance(tensor, Part) and tensor.axis.name not in SPACE:
             tensor.register_hook(lambda gradient: _cut_once(gradient)[0])
     return output
