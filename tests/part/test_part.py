@@ -88,6 +88,9 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "amax": (lambda x: x.amax(1), (4, 6), {0, 1}),
     "norm": (lambda x: torch.linalg.vector_norm(x, dim=1), (4, 6), {0, 1}),
     "softmax": (lambda x: F.softmax(x, 1), (4, 6), {0, 1}),
+    "softmax of infinity": (
+        lambda x: x * F.softmax(torch.where(x > 0.5, torch.inf, x).detach(), 1).nan_to_num(2), (4, 6), {0, 1}
+    ),
     "log softmax": (lambda x: F.log_softmax(x, 0), (4, 6), {0, 1}),
     "cross entropy": (lambda x: F.cross_entropy(x, TARGET, reduction="sum"), (6, 7), {0, 1}),
     "cross entropy, mean": (lambda x: F.cross_entropy(x, TARGET), (6, 7), {1}),

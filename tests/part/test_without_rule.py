@@ -17,6 +17,12 @@ def test_operations_without_a_rule_equal_one_process(pool, task: str, plan: str)
     assert found.parity, found.text()
 
 
+@pytest.mark.parametrize("plan", ["cp=2", "tp=2", "dp_replicate=2"])
+def test_an_operation_of_another_library_is_not_taken_for_aten_s(pool, plan: str) -> None:
+    found = verify("ruleless_tasks:named_alike", plan, pool=pool)
+    assert found.parity, found.text()
+
+
 @pytest.mark.parametrize("plan", ["cp=3", "cp_ulysses=2", "cp=2,cp_ulysses=2"])
 @pytest.mark.parametrize("task", ["learned_keys", "learned_values"])
 def test_attention_of_cut_keys_and_whole_values(pool, task: str, plan: str) -> None:

@@ -43,7 +43,6 @@ from shardwise.part.sums import linear
 from shardwise.precision import Precision
 
 _TAG = "batch_norm"
-NORMALISED = "batch norm over ranks"  # in the metadata of the node of autograd that gave one's output
 
 
 def _sum_of_shares(sums: Part, axis: Axis) -> torch.Tensor:
@@ -158,8 +157,6 @@ def synced_batch_norm(
         with torch.no_grad():
             running_mean.lerp_(plain(mean).to(running_mean.dtype), momentum)
             running_var.lerp_(plain(var * n / (n - 1)).to(running_var.dtype), momentum)  # unbiased, as torch keeps it
-    if y.grad_fn is not None:
-        y.grad_fn.metadata[NORMALISED] = True
     return y
 
 

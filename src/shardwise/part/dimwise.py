@@ -63,7 +63,7 @@ class DimwiseRule:
         """Returns the operation's results: parts where the cut dim stays apart, else what `along` gives."""
         part, arguments = args[0], arguments_of(func, args, kwargs)
         # `max(x, other)` has the name of a reduction and is an elementwise operation
-        if not is_part(part) or "other" in arguments or isinstance(arguments.get("dim"), torch.Tensor):
+        if not is_part(part) or "other" in arguments:
             raise Uncut(no_rule(func, parts_in((args, kwargs))))
         dims = self.run_over(part, arguments)
         if part.dim_cut in dims:

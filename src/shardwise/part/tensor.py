@@ -258,7 +258,9 @@ class Facts:
 @cache
 def facts(func: Any) -> Facts:
     """Returns an operation's `Facts`; cached, since schemas are slow to read."""
-    name = func._schema.name.partition("::")[2]
+    space, _, bare = func._schema.name.partition("::")
+    # rules go by ATen's names: another library's operation may have the same one and do something else
+    name = bare if space == "aten" else func._schema.name
     registered = RULES.get(name)
     # operations without a rule of their own, by torch's tags: elementwise ones, and those that draw for each element
     if registered is None and (draws_each(func) or torch.Tag.pointwise in func.tags):

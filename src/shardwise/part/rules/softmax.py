@@ -32,7 +32,7 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     top = x.amax(dim, True) if x.shape[dim] else of_nothing(x, [dim], True, -torch.inf)
     top = reduced(top, part, "max")
     # a row that is masked as a whole has -inf as its maximum, and -inf minus -inf is no number
-    shifted = x - torch.where(top.isinf(), torch.zeros_like(top), top)
+    shifted = x - torch.where(top == -torch.inf, torch.zeros_like(top), top)
     if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
         total = reduced(shifted.exp().sum(dim, True), part)
         return part.with_local(_reusing(shifted, "sub", total.log()))
