@@ -333,6 +333,8 @@ EXPERT = [
         "piece[rank * self.here + local] for rank in range(len(rows))",
         "piece[rank * self.here + local] for rank in reversed(range(len(rows)))", "listed_tasks:slots",
         "dp_shard=2,ep=2"),
+    bug("a mixture's second forward draws other noise", "parallel.expert.two_passes:ListedExperts.run",
+        "put_back()", "pass", "listed_tasks:noisy", "dp_shard=2,ep=2"),
     bug("experts of a list that ran elsewhere count as not reached",
         "parallel.expert.two_passes:ListedExperts._beside", "if param.requires_grad", "if False",
         "listed_tasks:by_index", "dp_shard=2,ep=2"),

@@ -41,14 +41,20 @@ def test_a_module_that_is_given_choices_may_hold_a_list() -> None:
 
 
 @pytest.mark.parametrize(("make", "reason"), [
-    (listed_tasks.dropout, "draws"), (listed_tasks.batch_norms, "more than 1 value per channel"),
+    (listed_tasks.drawn_by_python, "draws by Python's generator"),
+    (listed_tasks.batch_norms, "more than 1 value per channel"),
     (listed_tasks.chained, "no experts were found"), (listed_tasks.tied_by_norm, "held by several modules"),
     (listed_tasks.weights_outside, "used outside of its module"), (listed_tasks.told_their_number, "other things than"),
-    (listed_tasks.all_rows, "no experts were found"), (listed_tasks.jittered, "draws"),
+    (listed_tasks.all_rows, "no experts were found"),
 ])  # fmt: skip
 def test_what_cannot_be_dealt_is_refused_with_the_reason(make: Any, reason: str) -> None:
     with pytest.raises(RefusedPlan, match=reason):
         found(make())
+
+
+def test_whether_experts_draw_is_known() -> None:
+    drawing = (listed_tasks.dropout, listed_tasks.noisy, listed_tasks.jittered)
+    assert [[stack.draws for stack in found(make())] for make in drawing] == [[True] * 2, [False] * 2, [False] * 2]
 
 
 def test_experts_that_ranks_do_not_divide_are_refused() -> None:

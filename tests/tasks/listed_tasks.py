@@ -224,6 +224,38 @@ def dropout() -> Task:
     return of(partial(ByIndex, lambda: nn.ModuleList(Mlp(dropout=0.2) for _ in range(EXPERTS))))
 
 
+class Drawn(Mlp):
+    """Left out by chance, by one of Python's numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (random.random() > 0.1)
+
+
+def drawn_by_python() -> Task:
+    return of(partial(ByIndex, lambda: nn.ModuleList(Drawn() for _ in range(EXPERTS))))
+
+
+class Noisy(ByIndex):
+    """Choices with noise of a learned size, as by noisy top-k gating; and what leaves the mixture has dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = nn.Linear(WIDTH, EXPERTS)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.gate(x)
+        logits = logits + torch.randn_like(logits) * F.softplus(self.noise(x))
+        weights, chosen = logits.softmax(-1).topk(2, dim=-1)
+        return weights, chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.2, self.training)
+
+
+def noisy() -> Task:
+    return of(Noisy)
+
+
 class Normed(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardwise.comm import Ledger, Observer, barrier
 from shardwise.engine import weights_out, whole
 from shardwise.engine.assemble import assemble
+from shardwise.engine.experts import refuse_draws
 from shardwise.engine.moved_parameters import lie_on_host
 from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.engine.predict import predict
@@ -140,6 +141,8 @@ def on_mesh(
 
     def make(enclosed: Collection[str] = ()) -> RankState:
         state = assemble(tasks[-1], plan, mesh, seed, enclosed=enclosed)
+        if randomness == "global":
+            refuse_draws(state.experts)
         if plan.deterministic:
             fix_threads(state)
         state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite

@@ -16,6 +16,7 @@ from shardwise.parallel.expert import ExpertParallel, find_experts, find_row_wis
 from shardwise.parallel.expert.expert_forward import ExpertCall, Stack
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.precision import Precision
+from shardwise.random.modes import EACH_ITS_OWN
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.deferred import Built
@@ -47,13 +48,13 @@ def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
     """Returns, on every rank, the stacks that `find()` returns on rank 0. Collective."""
     rows = of_first(  # as JSON, which keeps no classes and makes lists of tuples
         lambda: [[s.path, s.experts, s.names, s.call and [s.call.rows, s.call.index, s.call.weight], s.counters,
-                  s.sums, s.members, s.keys] for s in find()],
+                  s.sums, s.members, s.keys, s.draws] for s in find()],
         mesh.world, mesh.device,
     )  # fmt: skip
     return [
         Stack(path, experts, tuple(names), call and ExpertCall(*call), tuple(counters), tuple(map(tuple, sums)),
-              tuple(members), tuple(keys))
-        for path, experts, names, call, counters, sums, members, keys in rows
+              tuple(members), tuple(keys), draws)
+        for path, experts, names, call, counters, sums, members, keys, draws in rows
     ]  # fmt: skip
 
 
@@ -74,6 +75,16 @@ def rows_alone(stacks: list[Stack]) -> list[Stack]:
             "with more than its rows (..., H): ep does not go beside cp, cp_ulysses or domain there; leave one out"
         )
     return stacks
+
+
+def refuse_draws(experts: ExpertParallel | None) -> None:
+    """Raises `RefusedPlan` for experts that draw, where draws are to be one process's: rows travel to them."""
+    path = next((stack.path for stack in experts.stacks if stack.draws), None) if experts is not None else None
+    if path is not None:
+        raise RefusedPlan(
+            f"ep={experts.axis.size}: the experts of '{path}' draw (dropout), and rows that travel to them lose their "  # type: ignore[union-attr]
+            f"place among all, by which one process draws: {EACH_ITS_OWN}"
+        )
 
 
 def beside_cuts(experts: ExpertParallel, module: nn.Module, tensor: TensorParallel | None) -> ExpertParallel:

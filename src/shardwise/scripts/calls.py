@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm import Axis
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
+from shardwise.engine.experts import refuse_draws
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
@@ -139,6 +140,8 @@ class Calls(Loop):
         """Follow the model's calls from here on; its weights are in place. `gathers`: every forward needs all ranks,
         not only one in training.
         """
+        if self.randomness == "global":
+            refuse_draws(engine.state.experts)
         self._script = weakref.ref(script)
         self.engine, self._meeting, self._gate, self.gathers = engine, script.meeting, script._gate, gathers
         engine.state.phase.samples = 1 if self.part is None else self.part.count

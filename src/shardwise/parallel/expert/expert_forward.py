@@ -83,7 +83,7 @@ class Stack:
 
     A module that chooses by itself (`choosing`), for its own rows alone, has experts=0. One whose experts are modules
     of their own (`listed`) has `members`, their paths, and `keys`, the arguments by which each is given its rows; its
-    `call` is None where it may not be given a rank's own rows alone.
+    `call` is None where it may not be given a rank's own rows alone. `draws`: members draw (dropout).
     """
 
     path: str
@@ -94,6 +94,7 @@ class Stack:
     sums: tuple[tuple[str, str], ...] = ()  # buffers that add up over rows, and the way (part.buffer_ways)
     members: tuple[str, ...] = ()
     keys: tuple[Key, ...] = ()
+    draws: bool = False
 
     @property
     def chooses(self) -> bool:
@@ -201,7 +202,8 @@ def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *,
 def _dispatched_by_members(module: nn.Module, child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
     """Returns a forward that runs twice, around an exchange of the rows that it gives to its experts."""
     own = child.forward
-    listed = ListedExperts(stack.path, [module.get_submodule(path) for path in stack.members], stack.keys, axis)
+    members = [module.get_submodule(path) for path in stack.members]
+    listed = ListedExperts(stack.path, members, stack.keys, axis, draws=stack.draws)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         trail.mark(f"the experts '{stack.path}'")

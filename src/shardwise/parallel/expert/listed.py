@@ -6,7 +6,6 @@ experts, and they were given different tensors. On random weights it must then s
 
     two forwards (`two_passes`) give what one gives, results and gradients
     an expert treats rows apart: f([a, b]) = [f(a), f(b)]
-    nothing is drawn in it
 
 Names mean nothing. A chain of blocks fails the first: a block's rows are what another gave.
 """
@@ -34,6 +33,7 @@ from shardwise.parallel.expert.expert_forward import Stack
 from shardwise.parallel.expert.trial_weights import alike_weights, random_weights
 from shardwise.parallel.expert.two_passes import Key, ListedExperts, RowsAsked, rows_of
 from shardwise.python_seeds import python_restored
+from shardwise.random.modes import ConstantRandom
 from shardwise.trace.deferred import Built
 from shardwise.trace.known_values import shadow
 from shardwise.trace.leaves import tensors_in
@@ -194,7 +194,7 @@ def _described(tensor: torch.Tensor) -> _Described:
 def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Stack], list[str]]:
     """Returns (mixtures whose experts, modules in a list, can be dealt, [why another one's cannot])."""
     stacks, reasons = [], []
-    tried: dict[str, Exception | None] = {}  # layers of a model are mostly alike
+    tried: dict[str, Exception | bool] = {}  # layers of a model are mostly alike
     for call in listed.calls():
         told, experts = f"'{call.path}' gives rows to the modules of a list", len(call.members)
         try:
@@ -204,8 +204,9 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
             form = _form_of(built.module, call)
             if form not in tried:
                 tried[form] = _outcome(built, call)
-            if (failed_alike := tried[form]) is not None:
-                raise failed_alike
+            outcome = tried[form]
+            if isinstance(outcome, Exception):
+                raise outcome
         except Chained:  # as most lists of a module are: no experts
             continue
         except FailedTrial as failed:
@@ -223,7 +224,7 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
         )  # fmt: skip
         stacks.append(Stack(
             call.path, experts, names, None if own is None or sums is None else own.call, (),
-            tuple((sums or {}).items()), call.members, call.keys or (),
+            tuple((sums or {}).items()), call.members, call.keys or (), outcome,
         ))  # fmt: skip
     return stacks, reasons
 
@@ -240,13 +241,12 @@ def _form_of(module: nn.Module, call: ListedCall) -> str:
     return repr((modules, shapes, members, call.keys, call.args, call.kwargs))
 
 
-def _outcome(built: Built, call: ListedCall) -> Exception | None:
-    """Returns what the trial of a mixture raises, None where it may be dealt."""
+def _outcome(built: Built, call: ListedCall) -> Exception | bool:
+    """Returns what the trial of a mixture raises; where it may be dealt, whether its experts draw."""
     try:
-        try_listed(built.module, call, partial(alike_weights, built, call.path, call.members))
+        return try_listed(built.module, call, partial(alike_weights, built, call.path, call.members))
     except (FailedTrial, Chained) as failed:
         return failed
-    return None
 
 
 def _names_of_members(module: nn.Module, members: Sequence[str]) -> tuple[str, ...]:
@@ -276,20 +276,20 @@ class Chained(Exception):
 Make = Callable[[torch.dtype, torch.Generator], Callable[[str, torch.Tensor], torch.Tensor]]
 
 
-def try_listed(module: nn.Module, call: ListedCall, make: Make) -> None:
-    """Raises `FailedTrial`, or `Chained`, where a mixture does not give by two forwards what it gives by one.
+def try_listed(module: nn.Module, call: ListedCall, make: Make) -> bool:
+    """Returns whether experts draw. Raises `FailedTrial`, or `Chained`, where two forwards do not give what one gives.
 
     make  (dtype, generator) -> function that gives random weights by (name in the mixture, parameter)
     """
     if call.keys is None:
         raise FailedTrial("its modules are called with other things than rows (n, ...) alone, or in several ways")
     try:
-        _try_in(torch.float64, module, call, make)
+        return _try_in(torch.float64, module, call, make)
     except (FailedTrial, Chained):
         raise
     except Exception as error:  # kernels without float64, or anything of the module's own
         try:
-            _try_in(torch.float32, module, call, make)
+            return _try_in(torch.float32, module, call, make)
         except (FailedTrial, Chained):
             raise
         except Exception:
@@ -297,8 +297,12 @@ def try_listed(module: nn.Module, call: ListedCall, make: Make) -> None:
             raise FailedTrial(f"it fails on random weights ({told})") from error
 
 
-def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make) -> None:
-    """Raises `FailedTrial`, or `Chained`, unless two forwards give what one gives, on random weights of this dtype."""
+def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make) -> bool:
+    """Returns whether experts draw. Raises `FailedTrial`, or `Chained`, unless two forwards give what one gives.
+
+    On random weights of this dtype. What is drawn by torch's operations is one number for all: two forwards draw in
+    another order.
+    """
     child = module.get_submodule(call.path)
     generator = torch.Generator().manual_seed(0)
     experts = [module.get_submodule(path) for path in call.members]
@@ -312,10 +316,7 @@ def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make)
             compared = [param for param in child.parameters() if param.numel() <= _COMPARED]
             for param in child.parameters():
                 param.requires_grad_(param.numel() <= _COMPARED)
-            before, by_python = torch.get_rng_state(), random.getstate()
             one = _result(child, inputs, compared, generator)
-            if not torch.equal(before, torch.get_rng_state()) or by_python != random.getstate():
-                raise FailedTrial("it draws (dropout), and rows that travel lose their place among all")
             state.restore()
             listed = ListedExperts(call.path, experts, call.keys or (), Axis.alone("ep"))
             own = child.forward
@@ -326,7 +327,7 @@ def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make)
             if not _same(one, two, dtype):
                 raise Chained("two forwards do not give what one gives")
             with torch.no_grad():
-                _require_rows_apart(listed, listed.asked(child, own, *inputs), dtype, generator)
+                return _rows_apart(listed, listed.asked(child, own, *inputs), dtype, generator)
     finally:
         state.restore()
         for inner, was_training in training.items():
@@ -355,7 +356,8 @@ def _result(
     """Returns ([tensors of floats that a mixture gives], [gradient of each input and weight])."""
     generator.manual_seed(1)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor * 1, inputs)  # a forward may write into them
-    made = [tensor for tensor in tensors_in(run(*args, **kwargs)) if tensor.is_floating_point()]
+    with ConstantRandom().watching(nn.Module()):
+        made = [tensor for tensor in tensors_in(run(*args, **kwargs)) if tensor.is_floating_point()]
     trained = [tensor for tensor in made if tensor.requires_grad]
     if not trained:
         raise FailedTrial("what it gives has no gradient")
@@ -376,17 +378,26 @@ def _close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(((a - b).abs().max() <= _TOLERANCE[dtype] * b.abs().max()) & b.isfinite().all())
 
 
-def _require_rows_apart(
+def _rows_apart(
     listed: ListedExperts, asked: Sequence[RowsAsked], dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    """Raises `FailedTrial` for experts whose result for a row depends on other rows."""
+) -> bool:
+    """Returns whether experts draw. Raises `FailedTrial` where their result for a row depends on other rows."""
+    draws = False
     for call in asked[:1]:  # they are of one class and one set of shapes
         tensors = [torch.randn((_ROWS, *tensor.shape[1:]), generator=generator, dtype=dtype)
                    if tensor.is_floating_point() else tensor[:1].expand(_ROWS, *tensor.shape[1:])
                    for tensor in call.tensors]  # fmt: skip
-        together = listed.call(call.expert, tensors)
+        before, by_python = torch.get_rng_state(), random.getstate()
+        listed.call(call.expert, tensors)
+        draws = not torch.equal(before, torch.get_rng_state())
+        if by_python != random.getstate():  # which all ranks draw alike, each for its own experts
+            raise FailedTrial("an expert draws by Python's generator, and its rank runs other experts than one process")
+        with ConstantRandom().watching(nn.Module()):
+            together = listed.call(call.expert, tensors)
         if together.shape[:1] != (_ROWS,):
             raise FailedTrial("an expert does not give one row for each that it is given")
-        apart = torch.cat([listed.call(call.expert, [tensor[row, None] for tensor in tensors]) for row in range(_ROWS)])
-        if not _close(apart, together, dtype):
+        with ConstantRandom().watching(nn.Module()):
+            each = [listed.call(call.expert, [tensor[row, None] for tensor in tensors]) for row in range(_ROWS)]
+        if not _close(torch.cat(each), together, dtype):
             raise FailedTrial("an expert's result for a row depends on its other rows (batch norm)")
+    return draws

@@ -10,6 +10,8 @@ ranks must be known before one is sent, and results before the forward goes on, 
 Backward: graph of the second forward -> results -> experts, on their owners -> rows -> graph of the first forward.
 Right wherever no expert's rows hang on another expert's result; `listed` tries whether that is so.
 
+What the module draws (a router's noise) it draws in both forwards alike. What an expert draws is drawn where it lies.
+
 An expert that no rank calls does not run, and its weights have no gradient, as in one process.
 
 What this does not do: save what the module computes beside its experts (a router, a shared expert) from running twice
@@ -30,10 +32,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis, gather_rows
+from shardwise.device import generators_now
 from shardwise.errors import RunError
 from shardwise.host import put, read, require
 from shardwise.parallel.expert.exchange import exchanged
 from shardwise.part import whole
+from shardwise.python_seeds import python_kept
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.module_state import ModuleState, kept_in
 
@@ -59,10 +63,13 @@ class ListedExperts:
     """The experts of one mixture, `keys` the arguments by which each gets its rows; runs them for all ranks of `axis`.
 
     Every rank holds `len(experts) / axis.size` of them, in order; of the others it has modules with empty weights.
+    draws   the experts draw by torch's generators
     """
 
-    def __init__(self, path: str, experts: Sequence[nn.Module], keys: tuple[Key, ...], axis: Axis):
-        self.path, self.experts, self.keys, self.axis = path, experts, keys, axis
+    def __init__(
+        self, path: str, experts: Sequence[nn.Module], keys: tuple[Key, ...], axis: Axis, *, draws: bool = False
+    ):
+        self.path, self.experts, self.keys, self.axis, self.draws = path, experts, keys, axis, draws
         self.here = len(experts) // axis.size
         self.first = axis.index * self.here
         self._forms: dict[Any, tuple[int, ...]] = {}  # of results, by that of the rows
@@ -71,13 +78,20 @@ class ListedExperts:
 
     def run(self, child: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Returns what `forward`, the mixture's own, gives. Collective over the axis."""
+        as_before = generators_now(), python_kept()
         asked = self.asked(child, forward, args, kwargs)
         results, beside = self._computed(asked, (args, kwargs))
+        behind_experts = generators_now() if self.draws else None
+        for put_back in as_before:
+            put_back()
         replies = iter(zip(asked, results, strict=True))
         with self._answering(lambda expert, a, k: self._replied(replies, expert, a, k)):
             made = forward(*args, **kwargs)
         if next(replies, None) is not None:
             raise self._differs()
+        # what comes next is not to draw what experts drew
+        if behind_experts is not None:
+            behind_experts()
         return tied(made, beside)
 
     # --- the two forwards
