@@ -317,7 +317,8 @@ def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | Non
     if number is None:
         number = -1
         ranks, me = dist.get_process_group_ranks(group), group.rank()
-        # left out, as in `_registered`: messages of a part of the ranks that is a world of its own for a while
+        # left out, as in `_registered`: messages of a part of the ranks that is a world of its own for a while; and to
+        # a peer that is not there, for which torch raises
         if dist.get_world_size() == mine.world and 0 <= peer < len(ranks):
             ends = (ranks[me], ranks[peer]) if sends else (ranks[peer], ranks[me])
             number = mine.group(key_of("message", f"{group.group_name}/{tag}", ends), between_two=True)

@@ -277,7 +277,10 @@ class Kernels:
     def attention(
         self, kernel: str, batch: float, heads: float, queries: float, keys: float, head_dim: float, *, backward: bool
     ) -> float:
-        """Returns seconds of a causal attention kernel; FLOPs count the unmasked half, backward 2.5 times forward."""
+        """Returns seconds of a causal attention kernel, of its backward alone (2.5 times the FLOPs) if `backward`.
+
+        FLOPs count the unmasked half. `kernel` is one of a device's table, or of `ATTENTION_SHARE`.
+        """
         work = 2.0 * batch * heads * queries * keys * head_dim * (2.5 if backward else 1.0)
         return work / (self.attention_tflops(kernel, keys, head_dim, backward) * 1e12) + self.launch_us * 1e-6
 

@@ -239,7 +239,10 @@ class Engine:
         return whole.full_parameter(self.state, name)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yields (name, whole gradient, None where unused) of the step just done. Collective."""
+        """Yields (name, gradient of the whole parameter, None where unused) of the step just done. Collective.
+
+        It is what the optimizer saw: of all ranks' samples, divided by the global weight, clipped.
+        """
         return whole.full_gradients(self.state)
 
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -68,7 +68,11 @@ def visiting(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Ord
 
 
 def literal(source: Any, seed: int, starts: tuple[int, ...], batch: int) -> Callable[[int, int], list[int]]:
-    """Returns a function (start, stop) -> samples in the one process; an order of the task's own is asked itself."""
+    """Returns a function from positions [start, stop) of a proof to samples, as the one process has them.
+
+    starts  where each batch of `batch` samples begins in the source's order
+    A source's own order is asked for them; a blend is dealt here, by counting.
+    """
     if not isinstance(source, Blend):
         own = source.order(seed)
         return lambda start, stop: [int(own.indices(p, p + 1)[0]) for p in _places(starts, batch, start, stop)]

@@ -85,7 +85,10 @@ OPTIONS = ("weight", "mean_over", "summed", "also", "loader", "retain_graph")  #
 
 
 def refuse_call(loss: object, options: dict[str, Any]) -> None:
-    """Raise where `backward` is given no loss, an option of torch's that ranks cannot follow, or a misspelt one."""
+    """Raise where `backward` is given no loss, an option of torch's that ranks cannot follow, or a misspelt one.
+
+    options  the keywords that `backward` has no parameter for
+    """
     if loss is None:
         raise InputError("prepared.backward is given no loss: prepared.backward(loss)")
     if options.get("create_graph"):

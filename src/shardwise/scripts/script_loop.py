@@ -74,7 +74,7 @@ class Handed:
 
     @property
     def awaits(self) -> bool:
-        """Whether the script has still to use this batch."""
+        """Whether the batch has tensors, and no forward of it has begun, nor a backward of it ended."""
         return self.traced and not (self.spent or self.met)
 
     def fits(self, call: Any) -> bool:

@@ -56,7 +56,7 @@ class Estimator:
     def seconds(self, layout: Layout) -> float:
         """Returns the estimated seconds of a step under a layout."""
         step = StepContext(self.shape, layout, self.cluster, self.software)
-        many = 2 if layout.n_micro * layout.rounds > 1 else 1
+        many = 2 if layout.n_micro * layout.rounds > 1 else 1  # a layer's time asks only whether there are several
         # fields that do not change a layer's time are reset, so that layouts share the cached parts
         key = layout.with_(
             pp=1, chunks=1, shard=2 if layout.sharded.gradients else 1, replicas=1, n_micro=many,
@@ -72,13 +72,14 @@ class Estimator:
         held = [(sum(layers[r::p]), sum(dense[r::p])) for r in range(p)]
         of_kind = {kind: parts.of(*kind).seconds for kind in set(held)}  # most ranks have as many layers as others
         layers_s = [of_kind[kind] for kind in held]
+        # rounds is 1 here
         if p == 1:
             seconds = n * (layers_s[0] + sum(ends))
         else:
             work = [h + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(layers_s)]
             bubble = (p - 1) * min(work) / v * KINDS[layout.schedule].bubble
             seconds = layout.rounds * (n * max(work) + bubble)
-        front = self.shape.dense_layers if p == 1 else 0
+        front = self.shape.dense_layers if p == 1 else 0  # under a pipeline an average stage is taken, without them
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
         reduce_s, gather_s = reduction_seconds(step, parameters, self.shape.layers / p)
         # zero=3: weights and gradients pass beside compute, where the software asks for units ahead
@@ -91,6 +92,7 @@ class Estimator:
         elif not self.software.overlap_dp:
             seconds += reduce_s + gather_s
         else:
+            # assumed: 0.6 of a micro-batch, its backward, hides a reduction, 0.3 of it, its forward, a gather
             seconds += layout.sharded.reductions(every) * max(0.0, reduce_s - seconds * 0.6 / every)
             seconds += max(0.0, gather_s - seconds * 0.3 / every) if self.software.overlap_gathers else gather_s
         seconds += optimizer_seconds(step, parameters)

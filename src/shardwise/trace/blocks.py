@@ -71,7 +71,10 @@ def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str
 
 
 def _large_leaves(module: nn.Module, total: int) -> list[str]:
-    """Returns the leaves of `nn.Sequential`s that hold more than an average child; [] where there is only one."""
+    """Returns dotted paths of children of `nn.Sequential`s that are large; [] where there is one at most.
+
+    Large is one with more elements than `total`, the whole module's, over the number of it and its siblings.
+    """
     paths = []
     for path, child in module.named_modules():
         # loose layers that a forward calls as it likes may be parts of one operation (q, k, v); a Sequential's are not

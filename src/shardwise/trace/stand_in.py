@@ -48,9 +48,12 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
 
 
 def exchange(module: nn.Module, made: Mapping[int, torch.Tensor], deep: int = DEEP) -> None:
-    """Replace tensors, by the id of the old one, in attributes beside the tables of parameters and buffers.
+    """Replace tensors in lists, dicts and objects that attributes of the module and its submodules hold.
 
-    Recurrent layers keep a list of their weights, other modules a dict or an object of a class of their own.
+    Recurrent layers keep a list of their weights, other modules a dict or an object of a class of their own. Tables of
+    parameters and buffers, and attributes that are tensors themselves, are left alone.
+    made  the new tensor, by the id of the old one
+    deep  levels of nesting that are looked through
     """
     for child in module.modules():
         for key, value in list(vars(child).items()):

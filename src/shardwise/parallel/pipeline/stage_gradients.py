@@ -122,6 +122,7 @@ class Tape:
         ):
             return take(*args, **kwargs)  # which raises
         ones = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
+        # one that the look did not meet is taken here; the stage raises behind its forward (stage: `_taken`)
         sent = self.by.get(index) or (None,) * len(inputs)
         if len(sent) != len(inputs):
             raise RefusedPlan(

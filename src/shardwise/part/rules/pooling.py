@@ -105,7 +105,7 @@ def _avg_pool(plain: Callable, dims: int) -> Callable:
         if not cut_dims:
             return plain(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
         padded = not count_include_pad and any(each(padding, dims))
-        if ceil_mode or padded or divisor_override:  # means of other numbers of cells in some windows than in others
+        if ceil_mode or padded or divisor_override:  # windows of tiles are divided by their whole size alone
             return whole(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
         kernels, strides, _, windows = _slides(input, dims, kernel_size, stride, padding, 1, False)
         around, first = _edges(input, windows, cut_dims), input.dim() - dims
