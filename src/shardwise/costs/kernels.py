@@ -268,12 +268,6 @@ class Kernels:
         rate = best * BATCHED_SHARE * 1e12
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
 
-    def wide_product(self, batch: float, m: float, n: float, k: float) -> float:
-        """Returns seconds of `batch` float32 products by torch's default: not on tensor cores."""
-        rate = wide_rate(self.device) * 1e12
-        moved = 4.0 * batch * (m * k + k * n + m * n)
-        return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
-
     def attention(
         self, kernel: str, batch: float, heads: float, queries: float, keys: float, head_dim: float, *, backward: bool
     ) -> float:

@@ -154,9 +154,7 @@ def rows_of(expected: SampledTensor, actual: SampledTensor) -> torch.Tensor | No
     """Returns the rows of one process's tensor for the samples in a rank's; None where they cannot be told."""
     a, b = actual.tensor, expected.tensor
     # a tensor without a dim of samples (a mean over positions, say) is whole on every rank
-    if actual.count == actual.total or (
-        a.shape == b.shape and actual.count != actual.total and not _has_rows(b, actual.total)
-    ):
+    if actual.count == actual.total or (a.shape == b.shape and not _has_rows(b, actual.total)):
         return b if a.shape == b.shape else None
     # other dims than that of samples differ: it is another tensor
     if not a.dim() or a.dim() != b.dim() or a.shape[1:] != b.shape[1:] or not _has_rows(b, actual.total):

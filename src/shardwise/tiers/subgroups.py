@@ -125,10 +125,6 @@ class Unit:
     master: Spec | None = None
     weights: int = 0
 
-    def without_state(self) -> Unit:
-        """Returns the same parameters, whose state stays where it is."""
-        return Unit(self.params, [{} for _ in self.params], weights=self.weights)
-
     @property
     def specs(self) -> list[Spec]:
         """Returns all that moves."""
