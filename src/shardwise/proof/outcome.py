@@ -1,4 +1,4 @@
-"""`Parity`: what a proof found, and the bars of float64. Filled by compare_records; of a run: verify_run."""
+"""`Parity`: what a proof found (all errors by name) and its text. Filled by compare_records; of a run: verify_run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Forecast`: one step of a plan by any simulation. A new figure: `as_dict` (JSON), planner/proposal_text (text)."""
+"""`Forecast`: one step of a plan. A new figure: its makers (parts, traced, cut), `as_dict`, planner/proposal_text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer, RMS and group norms: local where what they run over is whole; of tiles with statistics of the whole field.
+"""Modules' norms (layer, RMS, group): local where what they run over is whole; of tiles with the field's statistics.
 
     mean = sum_r sum(x_r) / n        var = sum_r sum((x_r - mean)^2) / n        over all ranks' tiles
     y = (x - mean) / sqrt(var + eps) * w + b

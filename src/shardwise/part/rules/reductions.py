@@ -1,4 +1,4 @@
-"""Reductions: of a rank's own where the cut dim stays; over the cut dim by small collectives (`REDUCTIONS`).
+"""Reductions, norms of dims too: of a rank's own where the cut dim stays; over it by small collectives (`REDUCTIONS`).
 
 Label rules return False where the labelled inputs have to stay whole (`part/labels`).
 """
