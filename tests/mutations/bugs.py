@@ -297,8 +297,8 @@ TENSOR = [
         "total = local.clone(memory_format=torch.contiguous_format)",
         "total = local.clone(memory_format=torch.contiguous_format) * 2", M + "decoder", "tp=2", (0,)),
     bug("a convolution's input gradient is this rank's", "part.rules.convolutions:convolution_backward",
-        "dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None",
-        "dx = dx if mask[0] else None", M + "unet_group", "tp=2"),
+        "dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and wanted[0] else None",
+        "dx = dx if wanted[0] else None", M + "unet_group", "tp=2"),
     bug("a stage that is sent whole channels convolves others than its own", "part.rules.convolutions:_by_groups",
         "groups.take(x, 1,", "groups.take(x.flip(1), 1,", "module_tasks:depthwise", "tp=2,pp=2,stages=each"),
 ]  # fmt: skip

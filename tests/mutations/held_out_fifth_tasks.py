@@ -5,16 +5,19 @@ from __future__ import annotations
 import tempfile
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from module_tasks import pairs
 from torch import Tensor, nn
 
 from mutations.held_out_second_tasks import Segments, _squares, segments
 from mutations.held_out_tasks import Biased, biased
 from shardwise import Task
 from shardwise.data import FieldSource
-from shardwise.models.tasks import mlp, moe, token_batch
+from shardwise.models.tasks import mlp
 
 
 class Learned(Biased):
@@ -27,8 +30,26 @@ class Learned(Biased):
         self.slopes = nn.Parameter(slopes)
 
 
+class Ranked(nn.Module):
+    """Attention that looks back, and each feature of all positions in the order of its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, 4, 2).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, 8)
+        return self.out(x) + torch.sort(x, 1).values * torch.linspace(-1, 1, s, dtype=x.dtype)[:, None]
+
+
 def learned() -> Task:
     return biased().with_(model=Learned)
+
+
+def ranked() -> Task:
+    return biased().with_(model=Ranked)
 
 
 class Chosen(Segments):
@@ -55,9 +76,15 @@ def first_rows() -> Task:
     return segments().with_(model=FirstRows, loss=_squares)
 
 
-def few_words() -> Task:
-    """Fewer samples than ranks and micro-batches, with a term of the experts."""
-    return moe().with_(batch=partial(token_batch, samples=5, length=10))
+def pairs_and_a_term() -> Task:
+    """A loss over all ranks' samples, with a term beside it."""
+    task = pairs()
+
+    def loss(output: Any, batch: Any) -> tuple:
+        total, count = task.loss(output, batch)
+        return total, count, {"again": (0.3 * total.square() / count, count)}
+
+    return task.with_(loss=loss)
 
 
 class Slowing(torch.optim.Optimizer):
