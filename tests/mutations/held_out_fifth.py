@@ -16,7 +16,7 @@ Three had a task that did not meet the edit, and were found at once with another
 
 Of the other 27 20 were found as they were; with those three 23 of 30 (77%). Seven were not. Four are found since: an
 offloaded master that is not rounded into its weight, a row of a file that is not counted, the step of a checkpoint,
-held-out digits that are trained on. Three still are not: a ring that rounds (float64 keeps a cast to 16 bits wide; the
+held-out digits that are trained on. Three are not, nor by `--thorough`: a ring that rounds (float64 keeps casts; the
 proof of a run with a configuration, in its own precision, finds it), a mark of missing values in a store of fields,
 which is not read a second time, and draws of coded state that are alike in every step, which are measured, not judged.
 """
