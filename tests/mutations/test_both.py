@@ -7,6 +7,7 @@ import pytest
 from mutations.both import BOTH, try_both
 from mutations.combined import COMBINED
 from mutations.held_out import HELD_OUT
+from mutations.held_out_fifth import HELD_OUT_FIFTH, LEFT_OUT
 from mutations.held_out_fourth import HELD_OUT_FOURTH
 from mutations.held_out_second import HELD_OUT_SECOND
 from mutations.held_out_third import HELD_OUT_THIRD
@@ -19,7 +20,8 @@ QUICK = ("later rows of a causal block are masked as the first",)
 
 def test_every_bug_on_both_sides_has_a_place_and_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(BOTH) >= 80
-    for bug in (*BOTH, *HELD_OUT, *HELD_OUT_SECOND, *HELD_OUT_THIRD, *HELD_OUT_FOURTH, *COMBINED):
+    held_out = (*HELD_OUT, *HELD_OUT_SECOND, *HELD_OUT_THIRD, *HELD_OUT_FOURTH, *HELD_OUT_FIFTH, *LEFT_OUT)
+    for bug in (*BOTH, *held_out, *COMBINED):
         with planted(bug) as ran:
             assert ran() == 0
 

@@ -16,7 +16,7 @@ from shardwise.config import load
 from shardwise.data import DigitsSource, JsonlSource
 from shardwise.data.chat import ChatTemplate
 from shardwise.proof.literal_settings import other_sizes
-from shardwise.proof.literal_sources import mistokenized, one_by_one
+from shardwise.proof.literal_sources import leaked, miscounted, mistokenized, one_by_one
 from shardwise.task_names import resolve_task
 
 CONFIGS = Path(__file__).parents[1] / "mutations"
@@ -80,3 +80,22 @@ def test_a_model_of_other_sizes_is_told() -> None:
     assert not other_sizes(section, resolve_task("text", section))
     assert "layers=2" in other_sizes(section, resolve_task("text"))[1]
     assert not other_sizes(section, SimpleNamespace(model=object))
+
+
+def test_rows_are_counted_and_hold_each_document_once(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": "so" * length}) + "\n" for length in (3, 5, 2, 7)), encoding="utf-8")
+    source = JsonlSource(path, 20)
+    task = SimpleNamespace(data=source, eval_data=DigitsSource())
+    assert not miscounted(task)
+    with planted(Bug("", "shardwise.data.jsonl:JsonlSource.__len__", "len(self.rows)", "len(self.rows) - 1", "", "")):
+        assert "and tells" in miscounted(task)[0]
+    source.rows[0] = source.rows[0][1:]
+    assert miscounted(task) == ["data has 4 documents, and its rows hold 3"]
+
+
+def test_held_out_digits_are_others_than_those_of_training() -> None:
+    task = SimpleNamespace(data=DigitsSource([0, 1, 2]), eval_data=DigitsSource([3, 4]))
+    assert not leaked(task)
+    task.eval_data = DigitsSource([4, 2])
+    assert leaked(task) == ["held-out images are trained on"]

@@ -19,6 +19,15 @@ def test_a_proof_holds_split_masters_to_the_bit_and_measures_codes(pool: RankPoo
     )
 
 
+def test_a_proof_holds_offloaded_masters_to_the_bit(pool: RankPool) -> None:
+    plan = "dp_replicate=2,precision=bf16,offload=optimizer:disk"
+    assert "offload=optimizer:disk: after 5 steps in bf16 every bit is that of a run without" in "\n".join(
+        verify("shardwise.models.tasks:mlp", plan, pool=pool).notes
+    )
+    assert len(variants(Plan.parse(plan))) == 2
+    assert len(variants(Plan.parse("dp_replicate=2,offload=optimizer:disk"))) == 1  # float64 meets it
+
+
 def test_what_an_optimizer_cannot_bear_is_refused_by_a_proof(pool: RankPool) -> None:
     parity = verify("mutations.tasks:adafactor", "dp_shard=2,zero=1,precision=bf16,masters=split", pool=pool)
     assert parity.refused is not None and "Adafactor updates whole tensors on their owners" in parity.refused

@@ -6,7 +6,7 @@
     DigitsSource an image, with the label that it has in scikit-learn
     ArraySource  one row of each array
 
-How many samples each of them has is counted again too, no text of a built-in task is held out and trained on, and the
+How many samples each of them has is counted again too, nothing that a built-in task trains on is held out, and the
 tokens of its files are made again.
 
 Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
@@ -62,11 +62,20 @@ def miscounted(task: Any) -> list[str]:
         count = _count(source)
         if count is not None and count != len(source):
             told.append(f"{name} has {count} samples, and tells {len(source)}")
+        if not _is_packed_again(source):
+            continue
+        # each document lies in one row
+        documents = sorted(document for row in source.rows for document in row)
+        if documents != [*range(len(_documents(source)))]:
+            told.append(f"{name} has {len(_documents(source))} documents, and its rows hold {len(documents)}")
     return told
 
 
 def leaked(task: Any) -> list[str]:
-    """Returns a sentence where a task that the package makes trains on text that it holds out."""
+    """Returns a sentence where a task that the package makes trains on samples that it holds out."""
+    if isinstance(task.data, DigitsSource) and isinstance(task.eval_data, DigitsSource):
+        shared = not _images(task.data).isdisjoint(_images(task.eval_data))  # no two of the digits are alike
+        return ["held-out images are trained on"] if shared else []
     spans = [_span(task.data), _span(task.eval_data)]
     if None in spans or max(span[0] for span in spans) >= min(span[1] for span in spans):
         return []
@@ -126,6 +135,12 @@ def _count(source: Any) -> int | None:
         return sum(len(one) if count is None else count for count, one in counts)
     if isinstance(source, TokenSource):
         return source.span[1] - source.span[0]
+    if isinstance(source, BytesSource):
+        return (source.stop - source.start) // (source.seq_len + 1)
+    if isinstance(source, DigitsSource):
+        return len(source.images)
+    if _is_packed_again(source):
+        return len(source.rows)
     if isinstance(source, ArraySource):
         return len(_read(next(iter(source.sources.values()))))
     return None
@@ -140,7 +155,7 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
     if isinstance(source, DigitsSource):
         return _of_digits
     # rows of chats are encoded again for each one: only files small enough for that are read
-    if isinstance(source, JsonlSource) and source.encode is not None and _is_read(source):
+    if _is_packed_again(source):
         return _of_lines
     return _of_arrays if isinstance(source, ArraySource) else None
 
@@ -287,6 +302,11 @@ def _alike(tokens: list[int], others: list[int]) -> int:
     return next((at for at in range(least) if tokens[at] != others[at]), least)
 
 
+def _is_packed_again(source: Any) -> bool:
+    """Whether a source is one of documents in rows, and is read again here."""
+    return isinstance(source, JsonlSource) and source.encode is not None and _is_read(source)
+
+
 def _is_read(source: JsonlSource) -> bool:
     """Whether a source is read again here: it has no chat template, or has few chats and one that marks no answers."""
     if _has_tables(source.paths):
@@ -311,6 +331,10 @@ def _tokenizer(folder: Path) -> Any:
 def _of_digits(source: DigitsSource, index: int) -> Any:
     image = source.images[index]
     return {"image": image[None], "label": torch.tensor([_digits()[image.float().numpy().tobytes()]])}
+
+
+def _images(source: DigitsSource) -> set[bytes]:
+    return {image.float().numpy().tobytes() for image in source.images}
 
 
 @lru_cache(maxsize=1)

@@ -81,6 +81,7 @@ class RunRecord:
     read_again: set[str] = field(default_factory=set)  # frozen weights that the checkpoint left to the task's files
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # by "name of the parameter/key"
     counts: dict[str, float | None] = field(default_factory=dict)  # of the checkpoint and the summary: steps, losses
+    kept: list[int] = field(default_factory=list)  # steps after which its checkpoints were written, ascending
     limits: tuple[float, ...] = ()  # by step, up to which elements of gradients are zero (zeros)
     differences: list[str] = field(
         default_factory=list

@@ -36,6 +36,7 @@ def read_saved(folder: Path, record: RunRecord) -> None:
         if any((folder / "checkpoints").glob("step-*")):
             record.differences.append(f"the run's checkpoint cannot be read: {error}")
         return  # of an optimizer whose state has no place in one: the run has said so
+    record.kept = sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-" + 8 * "[0-9]"))
     with stored:
         assert stored.manifest is not None
         whole = {
@@ -65,6 +66,8 @@ def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: flo
     if not ranks.saved:
         parity.notes.append("the run made no checkpoint, so none was compared")
         return
+    if ranks.kept != single.kept:
+        parity.differences.append(f"checkpoints lie there of steps {ranks.kept}, and {single.kept} are due and kept")
     for prefix, ours, theirs in (
         ("checkpoint's ", single.saved, ranks.saved),
         ("checkpoint's average of ", {n: single.averages[n] for n in single.averaged}, ranks.saved_averages),

@@ -32,6 +32,7 @@ from shardwise.layout import Plan, check
 from shardwise.layout.dealing import cut
 from shardwise.proof import literal_settings, literal_sources, own_run
 from shardwise.proof.compare_records import number_error, tensor_error
+from shardwise.proof.narrow_state import compare_variants, run_variants, variants
 from shardwise.proof.outcome import FLOAT64_BARS, NUMBER_BAR, Parity
 from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
@@ -162,6 +163,7 @@ def verify_run(
         job = make_job(effective, task)
         small, settings = _small(job, steps or STEPS, parity)
         single = plain_run(small.build_task(), settings)
+        single.kept = _kept(settings.steps)
         small = small.with_(proof=replace(small.proof, limits=single.limits))
         with _ranks(pool, timeout_s) as on_ranks:
             ranks = _run(small, on_ranks)
@@ -195,7 +197,7 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
     every = train.eval_every if train.eval_every is None or train.eval_every < steps else 2
     changed: dict[str, Any] = {
         "steps": steps, "epochs": None, "randomness": "global", "device": "cpu", "eval_every": every, "log_every": 1,
-        "checkpoint_every": max(1, steps - 1), "checkpoint_minutes": None, "checkpoint_keep": 1,
+        "checkpoint_every": _kept(steps)[0], "checkpoint_minutes": None, "checkpoint_keep": len(_kept(steps)),
         "checkpoint_folder": None, "profile_steps": None, "cluster": None, "generate": 0, "sinks": [],
     }  # fmt: skip
     config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
@@ -225,6 +227,11 @@ def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
         eval_count=train.eval_samples, decay=train.ema_decay,
     )  # fmt: skip
     return small, settings
+
+
+def _kept(steps: int) -> list[int]:
+    """Returns the steps of which a proof's run keeps checkpoints: one that is due before the last, and the last."""
+    return sorted({max(1, steps - 1), steps})
 
 
 def _raised(task: Task) -> list[float]:
@@ -259,7 +266,10 @@ def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None
         steps=STEPS, seed=settings.seed, accumulate=settings.accumulate, clip_norm=settings.clip_norm,
         batch_samples=samples or 1,
     )  # fmt: skip
-    return verify_precision(job, plan, own, on_ranks)
+    parity = verify_precision(job, plan, own, on_ranks)
+    if len(variants(plan)) > 1 and not parity.unproven:
+        compare_variants(parity, plan, on_ranks(run_variants, plan.world_size, job.build_task, plan, own))
+    return parity
 
 
 def _own_run(small: Job, plan: Plan, settings: RunSettings, on_ranks: OnRanks, parity: Parity) -> None:
