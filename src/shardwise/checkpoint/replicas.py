@@ -155,7 +155,7 @@ def _message(
 
 
 def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
-    """Returns (ranks at fault, the most blamed first, and a text to ignore), or ([], why none can be named).
+    """Returns (ranks at fault, the most blamed first, ""), or ([], why none can be named).
 
     first   of the steps: name -> rank -> hash
     again   of the same steps taken again: name -> rank that took them in the place of one of those -> hash
@@ -181,4 +181,4 @@ def verdict(first: HashesByRank, again: HashesByRank) -> tuple[list[int], str]:
             blamed.update(unsteady)
         else:
             why = "each comes to its own again in the other's place: one of them computes otherwise each time"
-    return [rank for rank, _ in blamed.most_common()], why
+    return [rank for rank, _ in blamed.most_common()], "" if blamed else why

@@ -145,8 +145,7 @@ def look_at_model(
         told = told.partition(". Return (sum, weight)")[0] + (hint if mixes in told else "")
         raise RefusedPlan(told if 'loss_scope="model"' in told else f"{told}; {ON_EVERY_RANK}") from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
-    # reentrant checkpoints bring a parameter's gradient in several parts
-    if findings.reentrant:
+    if findings.reentrant:  # such checkpoints bring a parameter's gradient in several parts
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
 
