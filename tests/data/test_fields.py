@@ -139,6 +139,17 @@ def test_packed_values_are_unpacked(tmp_path: Path) -> None:
         assert np.allclose(got.physical("inputs", got.read([2])["inputs"].double())[0, 0], real[2], atol=1e-4), path
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_mark_that_the_stored_dtype_rounds_is_one(version: int, tmp_path: Path) -> None:
+    group = zarr.open_group(str(tmp_path / "store"), mode="w", zarr_format=version)
+    named = {"dimension_names": ["time", "y", "x"]} if version == 3 else {}
+    heat = group.create_array("heat", shape=(STEPS, Y, X), dtype="f4", fill_value=7.0, **named)
+    heat[...] = np.where(np.arange(X) == 2, -999.9, values("heat"))
+    heat.attrs.update({"missing_value": -999.9, "_ARRAY_DIMENSIONS": ["time", "y", "x"]})
+    valid = FieldSource(tmp_path / "store", ["heat"], missing="mask").read([1])["inputs_valid"]
+    assert valid[0, 0].all(0).tolist() == [column != 2 for column in range(X)]
+
+
 def test_files_of_a_series_are_one(tmp_path: Path, file: Path) -> None:
     """Also where each counts its days from a date of its own."""
     first = write_netcdf(tmp_path / "1.nc", 0, 5)

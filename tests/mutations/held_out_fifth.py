@@ -14,11 +14,11 @@ Of 36 six are left out since (`LEFT_OUT`). Two run on accelerators alone, one wh
 change no number: cuts of two dims may lie in either order, a look draws other numbers, a sum is cut into fewer pieces.
 Three had a task that did not meet the edit, and were found at once with another one.
 
-Of the other 27 20 were found as they were; with those three 23 of 30 (77%). Seven were not. Four are found since: an
+Of the other 27 20 were found as they were; with those three 23 of 30 (77%). Seven were not. Six are found since: an
 offloaded master that is not rounded into its weight, a row of a file that is not counted, the step of a checkpoint,
-held-out digits that are trained on. Three are not, nor by `--thorough`: a ring that rounds (float64 keeps casts; the
-proof of a run with a configuration, in its own precision, finds it), a mark of missing values in a store of fields,
-which is not read a second time, and draws of coded state that are alike in every step, which are measured, not judged.
+held-out digits that are trained on, a mark of missing values in a store of fields, and, by `--thorough`, a ring that
+rounds (float64 keeps casts; its third proof is in the plan's own precision). One is not: draws of coded state that are
+alike in every step, which are measured, not judged.
 """
 
 from __future__ import annotations

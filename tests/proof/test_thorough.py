@@ -9,11 +9,12 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import Plan, verify
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
-from shardwise.proof.thorough import OddTask, _extents, _thirds, prove_thirds
+from shardwise.proof.thorough import OddTask, _extents, _thirds, add_precision, prove_thirds
 from shardwise.ranks import RankPool
 from shardwise.step.batching import samples_in
 
 MLP = "shardwise.models.tasks:mlp"
+DECODER = "shardwise.models.tasks:decoder"
 
 
 def test_plans_with_three_of_an_axis_come_first() -> None:
@@ -32,10 +33,9 @@ def test_batches_are_odd_and_the_third_is_on_a_grid() -> None:
 
 
 def test_sequences_and_fields_are_one_shorter_where_one_process_runs_on_them() -> None:
-    task = "shardwise.models.tasks:decoder"
-    length = max(leaf.shape[1] for leaf in tree_leaves(OddTask(task)().batch(0)) if leaf.dim() > 1)  # type: ignore[misc]
-    assert length in _extents(task)
-    less: Any = OddTask(task, extents=_extents(task))().batch
+    length = max(leaf.shape[1] for leaf in tree_leaves(OddTask(DECODER)().batch(0)) if leaf.dim() > 1)  # type: ignore[misc]
+    assert length in _extents(DECODER)
+    less: Any = OddTask(DECODER, extents=_extents(DECODER))().batch
     assert all(leaf.shape[1] == length - 1 for leaf in tree_leaves(less(0)) if leaf.dim() > 1)
     assert not _extents(MLP)  # whose width the model has too
 
@@ -44,6 +44,7 @@ def test_what_is_right_is_equal(pool: RankPool) -> None:
     parity = verify(MLP, "dp_replicate=2", thorough=True, pool=pool, timeout_s=100)
     assert parity.parity and parity.further and parity.further[0].world_size == 3, parity.text()
     assert any(note.startswith("not met: ") and "a step after the third" in note for note in parity.notes)
+    assert [proof.precision for proof in parity.further] == ["", "fp32"]
 
 
 def test_the_proof_of_three_ranks_stands_beside_others() -> None:
@@ -59,3 +60,21 @@ def test_what_goes_wrong_on_the_third_rank_is_found(pool: RankPool) -> None:
               "bucket.buffer.mul_(1 + (self.axis.index == 2))", MLP, "dp_replicate=2")  # fmt: skip
     parity = verify(MLP, "dp_replicate=2", thorough=True, pool=BuggyPool(pool, bug), timeout_s=100)
     assert parity.equal and not parity.parity and parity.verdict == "NOT EQUAL to one process"
+
+
+def test_what_a_layout_rounds_in_between_is_found_in_the_precision_of_the_plan(pool: RankPool) -> None:
+    """The proof in float64 widens casts, so that what is sent in bf16 and read in fp32 looks as it was."""
+    bug = Bug("", "shardwise.parallel.sequence.ring_plan:from_axis", "tensor.contiguous())",
+              "tensor.bfloat16().to(tensor.dtype).contiguous())", DECODER, "cp=2")  # fmt: skip
+    parity = verify(DECODER, "cp=2", thorough=True, pool=BuggyPool(pool, bug), timeout_s=100)
+    assert parity.equal and parity.further[0].equal and not parity.further[1].equal, parity.text()
+
+
+def test_a_precision_in_which_nothing_can_be_told_leaves_no_doubt() -> None:
+    parity = Parity("cp=2", 2, loss_error=0.0, bars=dict(FLOAT64_BARS))
+    own = Parity("cp=2", 2, loss_error=0.0, bars=dict(FLOAT64_BARS), precision="fp32", unproven=["as epsilon explains"])
+    add_precision(parity, own)
+    assert parity.parity and not parity.further and "fp32" in parity.notes[-1]
+    own.differences.append("a dtype")
+    add_precision(parity, own)
+    assert not parity.parity

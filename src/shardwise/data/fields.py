@@ -209,8 +209,8 @@ class FieldSource:
         # times without dates: steps are evenly counted, and no time of the year is known
         if origin is None:
             return days, 0.0, 0.0
-        minutes = origin.hour * 60 + origin.minute
-        return days, origin.dayofyr - 1 + minutes / 1440, YEARS.get(origin.calendar, 365.2425)
+        seconds = origin.hour * 3600 + origin.minute * 60 + origin.second
+        return days, origin.dayofyr - 1 + seconds / 86400, YEARS.get(origin.calendar, 365.2425)
 
     def _pairs(self, times: tuple[int, int]) -> list[int]:
         """Returns the steps t for which t + lead is in the files too."""

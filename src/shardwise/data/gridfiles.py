@@ -167,7 +167,9 @@ def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
     """Returns stored values as float64: missing ones NaN, scale and offset applied."""
     missing = np.zeros(values.shape, bool)
     for key in ("_FillValue", "missing_value"):
-        for mark in np.atleast_1d(_mark(attributes.get(key), values.dtype)):
+        marks = np.atleast_1d(_mark(attributes.get(key), values.dtype))
+        # -999.9 is another number in float32, in which it was stored
+        for mark in marks.astype(values.dtype) if values.dtype.kind == "f" else marks:
             missing |= values == mark  # a NaN is one already
     number = values.astype(np.float64) * float(attributes.get("scale_factor", 1)) + float(
         attributes.get("add_offset", 0)

@@ -5,14 +5,15 @@
     JsonlSource  its documents, of which answers are learned and prompts are not
     DigitsSource an image, with the label that it has in scikit-learn
     ArraySource  one row of each array
+    FieldSource  a pair of fields (`literal_fields`)
 
 How many samples each of them has is counted again too, nothing that a built-in task trains on is held out, and the
 tokens of its files are made again.
 
 Both sides of a proof read the user's source, which is given. One that the package has would be wrong on both.
 
-What this does not do: read `FieldSource`, of whose files a mean and a lead are taken, many chats or much text, tables,
-chats of templates that mark answers, or what a user has written.
+What this does not do: read large files of fields, many chats or much text, tables, chats of templates that mark
+answers, or what a user has written.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from shardwise.data.arrays import ArraySource
 from shardwise.data.blend import Blend
 from shardwise.data.corpus import BytesSource
 from shardwise.data.digits import DigitsSource
+from shardwise.data.fields import FieldSource
 from shardwise.data.jsonl import JsonlSource
 from shardwise.data.tokenizer import read_tokenizer
 from shardwise.data.tokens import TokenSource
+from shardwise.proof import literal_fields
 from shardwise.trace.double import as_written, default_dtype
 
 MOST_BYTES, MOST_CHATS = 2**20, 2000  # of text files whose tokens are made again; rows of chats
@@ -141,6 +144,8 @@ def _count(source: Any) -> int | None:
         return len(source.images)
     if _is_packed_again(source):
         return len(source.rows)
+    if isinstance(source, FieldSource):
+        return len(literal_fields.starts_of(source))
     if isinstance(source, ArraySource):
         return len(_read(next(iter(source.sources.values()))))
     return None
@@ -157,6 +162,8 @@ def _reader(source: Any) -> Callable[[Any, int], Any] | None:
     # rows of chats are encoded again for each one: only files small enough for that are read
     if _is_packed_again(source):
         return _of_lines
+    if isinstance(source, FieldSource):
+        return literal_fields.sample_of if literal_fields.is_read(source) else None
     return _of_arrays if isinstance(source, ArraySource) else None
 
 

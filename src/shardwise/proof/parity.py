@@ -49,7 +49,8 @@ def verify(
     device of both sides: "cpu", or the type of the accelerator ("cuda", "xpu"), which ranks share where there are fewer
     backend the accelerator's own ("nccl"), for ranks that share a device; by default they meet over gloo
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
-    thorough   a second proof: 3 ranks of an axis of 2, 3 steps, odd batches, ties and zeros; about 3 times the cost
+    thorough   a second proof: 3 ranks of an axis of 2, 3 steps, odd batches, ties and zeros; a third in the plan's own
+               precision; about THREE times the cost
 
     pool   a `RankPool` to run in; one is made (and closed) where none is given
     say    is told what is being done
@@ -94,7 +95,8 @@ def verify(
         _refuse_other_samples(resolved, settings, record)
         _judge(parity, resolved, settings, oracle, record)
         if chosen.compile and parity.equal:
-            parity.further.append(_compiled(task, chosen, settings, pool, timeout_s, say))
+            say("verify: steps with compiled blocks, in the plan's precision")
+            parity.further.append(_in_own_precision(task, chosen, settings, pool, timeout_s))
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
@@ -109,6 +111,10 @@ def verify(
                           backend=backend, pool=pool, timeout_s=timeout_s, say=say)  # fmt: skip
 
         room.prove_thirds(parity, task, chosen, prove)
+        # float64 widens what a layout casts in between; compiled blocks were proven in the plan's precision above
+        if parity.float64 and not chosen.compile and chosen.precision != "fp64":
+            say(f"verify: steps in {chosen.precision}")
+            room.add_precision(parity, _in_own_precision(task, chosen, settings, pool, timeout_s))
     return parity
 
 
@@ -153,11 +159,9 @@ class _SameTask:
         return resolve_task(self.task)
 
 
-def _compiled(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float, say: Say) -> Parity:
-    """Returns the proof of a plan with compiled blocks, in its own precision."""
+def _in_own_precision(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float) -> Parity:
+    """Returns the proof of a plan in its own precision, ten steps of SGD."""
     from shardwise.proof.own_precision import verify_precision
-
-    say("verify: steps with compiled blocks, in the plan's precision")
 
     def on_ranks(function: Any, _: int, *asked: Any) -> list[Any]:
         job, exact, *rest = asked

@@ -119,6 +119,17 @@ def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
     parity.notes.append("not met: a third rank of any axis, since each such plan is refused")
 
 
+def add_precision(parity: Parity, own: Parity) -> None:
+    """Add to `parity` its proof in the plan's own precision; where that one tells nothing, a note.
+
+    What one epsilon explains was proven in float64, and leaves no doubt about the plan.
+    """
+    if own.equal and own.unproven:
+        parity.notes.append(f"not met: errors of {own.precision} as small as rounding: {own.unproven[0]}")
+    else:
+        parity.further.append(own)
+
+
 def _finite(parity: Parity) -> bool:
     """Returns whether every error is a number: beside values that are not, nothing can be compared."""
     return parity.loss_error is not None and math.isfinite(parity.loss_error)
