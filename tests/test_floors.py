@@ -23,6 +23,7 @@ FLOORS = {
     "costs": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "heads": 1, "task_names": 1, "digest": 1, "adapters": 1, "parallel.fsdp": 2,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
+    "parallel.on_all_samples": 3,
     "parallel.tensor": 3,
     "parallel.expert": 3,
     "parallel.sequence": 3,

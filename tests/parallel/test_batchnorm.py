@@ -105,7 +105,12 @@ def test_a_stand_in_adds_nothing() -> None:
 
 
 def test_batch_norms_over_groups_of_samples_are_told() -> None:
-    assert not _norms_differ([5, 1], [2, 1], [3, 1])
-    assert not _norms_differ([], [], [])
-    assert "get 3, 2 values of a channel on some samples, and 2 and 3" in _norms_differ([3, 2], [2], [3])[0]
-    assert _norms_differ([4, 4], [2, 4], [3, 4])
+    one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+
+    def problem(*runs: list[int]) -> tuple[list[str], list[nn.Module]]:
+        return _norms_differ(*[[(one, rows) for rows in run] + [(other, sum(run))] for run in runs])
+
+    assert problem([5], [2], [3]) == problem([], [], []) == ([], [])
+    told, norms = problem([3, 2], [2], [3])
+    assert "get 3, 2, 5 values of a channel on some samples, and 2, 2 and 3, 3" in told[0] and norms == [one]
+    assert problem([4, 4], [2, 4], [3, 4])[0]

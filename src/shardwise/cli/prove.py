@@ -47,7 +47,9 @@ class StepCount(click.ParamType):
     help="A small proof of a large plan: the least ranks, blocks and samples that keep its structure.",
 )
 @click.option(
-    "--thorough", is_flag=True, help="Of a task: also with 3 ranks of an axis, 3 steps, odd batches, ties; in its own precision."
+    "--thorough",
+    is_flag=True,
+    help="Of a task: also with 3 ranks of an axis, 3 steps, odd batches, ties; and in its own precision.",
 )
 @click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
 @click.option("--device", default="cpu", show_default=True, help="Of both sides: cpu, or the accelerator: cuda, xpu.")

@@ -304,6 +304,7 @@ class _GatherSamples(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, counts: tuple[int, ...], axis: Axis, tag: str) -> torch.Tensor:
+        ctx.axis, ctx.tag = axis, tag
         ctx.start, ctx.count = sum(counts[: axis.index]), counts[axis.index]
         ctx.rows = local.shape[0]
         # an all-gather takes rows of one size: each rank fills up to the largest, and the filling is cut away
@@ -322,6 +323,19 @@ class _GatherSamples(torch.autograd.Function):
         return mine, None, None, None
 
 
-def gather_samples(local: torch.Tensor, counts: tuple[int, ...], axis: Axis, tag: str) -> torch.Tensor:
-    """Returns the rows of every rank along dim 0: (count_r, ...) on rank r -> (sum of counts, ...) on all."""
-    return _GatherSamples.apply(local, counts, axis, tag)
+class _GatherSummands(_GatherSamples):
+    """Gathers samples for what each rank goes on with for its own rows alone: backward sums the ranks' gradients."""
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return _GatherSamples.backward(ctx, sum_over(gradient, ctx.axis, ctx.tag))
+
+
+def gather_samples(
+    local: torch.Tensor, counts: tuple[int, ...], axis: Axis, tag: str, *, summed: bool = False
+) -> torch.Tensor:
+    """Returns the rows of every rank along dim 0: (count_r, ...) on rank r -> (sum of counts, ...) on all.
+
+    summed  a rank's gradient of the gathered rows is its summand; else it is complete on each
+    """
+    return (_GatherSummands if summed else _GatherSamples).apply(local, counts, axis, tag)

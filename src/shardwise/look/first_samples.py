@@ -21,6 +21,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.look.added_up import added_up, against, bar_of, finite, number_apart
 from shardwise.look.in_float64 import Again
 from shardwise.look.kept_statistics import Values, differing, statistics_differ
+from shardwise.look.mixing import MixesSamples, drawn_in, modules_that_mix, owners_of
 from shardwise.look.one_process import Untried, needs_gradients
 from shardwise.look.samples import repeated
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
@@ -60,7 +61,8 @@ class Findings:
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
          masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool | None = None,
-         follows: bool = False, functions: Functions = (), joins: bool = True) -> Findings:  # fmt: skip
+         follows: bool = False, functions: Functions = (), joins: bool = True,
+         mixes: bool = False) -> Findings:  # fmt: skip
     """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
     Without gradients; with them for a forward that takes some itself.
@@ -76,13 +78,28 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
              fail without them where others' do not
     functions  of the user's that `evaluate` calls beside the module
     joins    ranks may join buffers after each forward (step/joined_buffers)
+    mixes    modules that mix samples may run on all of them: raises `MixesSamples` where some are found that do not
     Raises `TakesGradients` where units of zero=3 are to be put together first.
     """
 
     def attempt() -> Findings:
         plainly = with_attributes_alone(module, evaluate)
         return _Look(
-            module, plainly, whole, parts, sizes, joined, dtype, strict, masks, share, again, follows, functions, joins
+            module,
+            plainly,
+            whole,
+            parts,
+            sizes,
+            joined,
+            dtype,
+            strict,
+            masks,
+            share,
+            again,
+            follows,
+            functions,
+            joins,
+            mixes,
         ).take()
 
     return gently(module, attempt, share=share, staged=staged)
@@ -150,6 +167,7 @@ class _Look:
     follows: bool
     functions: Functions
     may_join: bool
+    may_mix: bool
 
     def __post_init__(self) -> None:
         self.findings, self.problems = Findings([], BatchDims()), list[str]()
@@ -163,7 +181,7 @@ class _Look:
         findings, seen = self.findings, self.seen
         with torch.random.fork_rng(devices=[]), seen.watching():
             of_whole, calls, pairs, left = self._run_whole()
-            self.problems += self.share(seen.problems())
+            self.problems += self.share(seen.problems() + drawn_in(self.module, calls))
             if self.parts is None:
                 findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
             # after a problem a difference of the parts would be its echo
@@ -212,7 +230,7 @@ class _Look:
         with AllPairs(count) as pairs_of_part:
             second, part_calls, changed_by_second = self.run(parts[1])
         self.drawn += part_calls
-        self.problems += self.share(_norms_differ(*self.seen.norm_rows[-3:]))  # of the whole and the parts
+        self._compare_norms(*self.seen.norm_calls[-3:])  # of the whole and the parts
         self.findings.dims.learn(calls, part_calls, n, count)
         if self._anywhere(self.seen.reads_values and (calls or part_calls)):
             for level in (0.02, 0.98):  # the other sides of branches that chance decides
@@ -221,8 +239,21 @@ class _Look:
                 self.drawn += [*calls_at_level[0], *calls_at_level[1]]
         differ = differing(changed_by_first, changed_by_second)
         self._join(differ, left, (changed_by_first, changed_by_second))
-        self.problems += self.share(statistics_differ([name for name in differ if name not in self.findings.joined]))
+        mixed = self.share([name for name in differ if name not in self.findings.joined])
+        if mixed and self.may_mix and not self.problems:
+            raise MixesSamples(owners_of(mixed), statistics_differ(mixed)[0])
+        self.problems += statistics_differ(mixed)
         return first, second, told_pairs(pairs, pairs_of_part)
+
+    def _compare_norms(self, *runs: list[tuple[nn.Module | None, int]]) -> None:
+        """Note where batch norms are taken over groups of samples, or raise `MixesSamples` of what lies around them."""
+        problems, norms = _norms_differ(*runs)
+        paths = {child: path for path, child in self.module.named_modules()}
+        around = self.share([paths[norm].rpartition(".")[0] for norm in norms])
+        problems = self.share(problems)
+        if around and self.may_mix and not self.problems:
+            raise MixesSamples(around, problems[0])
+        self.problems += problems
 
     def _join(self, differ: list[str], left: Values, by_parts: tuple[Values, Values]) -> None:
         """Note by which ways what the parts' forwards left in buffers, joined, is what the whole's forward left.
@@ -255,7 +286,12 @@ class _Look:
             findings.notices.append("the loss on the first samples is not finite: not checked to add up")
             return
         if self.joined is None:  # otherwise the loss is declared not to add up over samples
-            self.problems += self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
+            differs = self.share(_sums_differ(of_whole, first, second, sizes, dtype, all_pairs))
+            if differs and self.may_mix and not self.problems:
+                paths = self.share(modules_that_mix(self.module, self.run, self.whole, parts))
+                if paths:
+                    raise MixesSamples(paths, differs[0])
+            self.problems += differs
         elif self.strict:  # compared is the loss on the parts' outputs put together
             joined = Runner(self.module, self.joined, seen, self.functions)((self.whole, parts))[0]
             self.problems += self.share(_joined_differs(of_whole, joined, dtype))
@@ -398,21 +434,30 @@ def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
     return []
 
 
-def _norms_differ(whole: list[int], first: list[int], second: list[int]) -> list[str]:
-    """Returns problems of batch norms over other samples than the batch's: of ghost batches, of a chosen few.
+def _norms_differ(*runs: list[tuple[nn.Module | None, int]]) -> tuple[list[str], list[nn.Module]]:
+    """Returns ([the problem], norms) of batch norms over other samples than the batch's: of ghost batches, of a few.
 
-    whole, first, second  how many values of a channel each call was given, on all samples and on both parts
+    runs  of the whole and of two parts: (norm, how many values of a channel it was given) of each call
     """
-    # n == a == b: as many for any number of samples, so they are not what is normalised over
-    same_calls = len(whole) == len(first) == len(second)
-    if same_calls and all(n == a + b or n == a == b for n, a, b in zip(whole, first, second, strict=True)):
-        return []
-    parts = f"{_few(first)} and {_few(second)} on two parts of them"
-    return [
-        f"batch norms get {_few(whole)} values of a channel on some samples, and {parts}: they are taken over groups "
+    apart = []
+    for norm in dict.fromkeys(norm for run in runs for norm, _ in run):
+        whole, first, second = ([rows for caller, rows in run if caller is norm] for run in runs)
+        # n == a == b: as many for any number of samples, so they are not what is normalised over
+        same_calls = len(whole) == len(first) == len(second)
+        if not same_calls or any(
+            n not in (a + b, a) or (n == a != b) for n, a, b in zip(whole, first, second, strict=True)
+        ):
+            apart.append(norm)
+    if not apart:
+        return [], []
+    of_whole, *of_parts = ([rows for _, rows in run] for run in runs)
+    problem = (
+        f"batch norms get {_few(of_whole)} values of a channel on some samples, and "
+        f"{' and '.join(map(_few, of_parts))} on two parts of them: they are taken over groups "
         "of samples within a batch (ghost batches), which ranks would "
         'group otherwise: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
-    ]
+    )
+    return [problem], [norm for norm in apart if norm is not None]
 
 
 def _few(rows: list[int]) -> str:

@@ -17,6 +17,7 @@ from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout.dealing import cut, deal
 from shardwise.look.first_samples import Findings, explained, gently, look
 from shardwise.look.in_float64 import task_differs
+from shardwise.look.mixing import MixesSamples, install, modules_around, refuse_mixed, told_mixing
 from shardwise.look.one_process import MOST_ELEMENTS, Untried, blame, failure_alone
 from shardwise.look.samples import IN_WHOLE, costly, few_samples, fewest_samples, looked_at
 from shardwise.look.watched_run import InsideTransform, TakesGradients, WritesWeights
@@ -48,7 +49,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         pass  # all is made anew
     elif task.batch is not None:
         total = deal(samples_in(sample), state.plan.step_microbatches, state.data_ranks, 0)[0][3]
-        _look_at_many(state, findings, sample, total, share)
+        _look_at_many(state, findings, sample, total, share, may_mix(state))
     else:  # how many samples a step takes is not known yet
         state.look_first = partial(_look_at_many, state, findings, whole, share=share)
     state.keeps_samples = findings.keeps_samples
@@ -108,8 +109,9 @@ def _look_at_few(
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
                 again=partial(_in_double, state, whole, parts),
                 staged=None if staged is None else staged.cut.takes_gradients, functions=(task.loss, task.inputs),
+                mixes=may_mix(state),
             )  # fmt: skip
-    except (ShardwiseError, TakesGradients):
+    except (ShardwiseError, TakesGradients, MixesSamples):
         raise
     except Exception as error:
         what = f"under plan {state.plan} the forward fails on {n} samples"
@@ -132,6 +134,7 @@ def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, aske
     def tried() -> tuple[str | None, str | None]:
         assert parts is not None
         try:
+            refuse_mixed(state.module)
             return task_differs(state.task, state.module, whole, parts, state.seed), None
         except Untried as why:  # sent like a result: `of_first` hands on no such error
             return None, str(why)
@@ -157,11 +160,13 @@ def _refuse_dtypes(state: RankState, batch: Any) -> None:
 
 
 def _look_at_many(
-    state: RankState, findings: Findings, sample: Any, total: int, share: Callable[[list[str]], list[str]]
+    state: RankState, findings: Findings, sample: Any, total: int, share: Callable[[list[str]], list[str]],
+    mixes: bool = False,
 ) -> None:  # fmt: skip
     """Run the module on `total` samples, as many as a micro-batch has, and on the ranks' parts of them. Collective.
 
-    Raises `RefusedPlan` where it gives another loss, or other statistics of batch norms, for the parts.
+    Raises `RefusedPlan`, or with `mixes` `MixesSamples` (look_at_many), where it gives another loss, or other
+    statistics of batch norms, for the parts.
     """
     ranks, task = range(state.data_ranks), state.task
     sizes = [high - low for low, high in (cut(total, state.data_ranks, rank) for rank in ranks)]
@@ -189,14 +194,14 @@ def _look_at_many(
         outputs.clear()  # `gently` may try a second time, with gradients
         return look_at_many(
             state.module, keep_output if together else forward.local, many, dtype=state.precision.compute,
-            joined=joined, functions=(task.loss, task.inputs),
+            joined=joined, functions=(task.loss, task.inputs), mixes=mixes,
         )  # fmt: skip
 
     staged = None if state.staged is None else state.staged.cut.takes_gradients
     state.phase.looked_at = True  # batch norms, joined over ranks by the first step, use a run's own samples
     try:
         problems = share(gently(state.module, look_at, share=share, staged=staged))
-    except (ShardwiseError, TakesGradients):
+    except (ShardwiseError, TakesGradients, MixesSamples):
         raise
     except Exception as error:
         what = f"under plan {state.plan} the forward fails on {sum(tried)} samples"
@@ -222,6 +227,12 @@ def on_all_samples(state: RankState) -> str:
     )
 
 
+def may_mix(state: RankState) -> bool:
+    """Whether modules that mix samples may run on all ranks' samples under this plan (parallel/on_all_samples)."""
+    # experts of ep would be dealt each row once for every rank
+    return state.data_ranks > 1 and state.staged is None and state.experts is None and not state.plan.deterministic
+
+
 def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:
     """Returns a state, and findings of the look at it; units of zero=3 hold what their own forwards read. Collective.
 
@@ -230,10 +241,15 @@ def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) 
     Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
     unit around it, and where it saw one written, with that one whole; until there are none.
     """
-    enclosed: dict[str, str] = {}
+    enclosed, mixing = dict[str, str](), list[str]()
     while True:
         state = make(enclosed)  # what is enclosed is no unit any more, so no turn meets it again
-        new, findings = _looked(state, masks)
+        install(state.module, dict.fromkeys(mixing), state.mesh.data, state.phase)
+        try:
+            new, findings = _looked(state, masks)
+        except MixesSamples as mixed:
+            mixing += modules_around(mixed, mixing)
+            continue
         if findings is not None and not new:
             break
         enclosed |= new
@@ -243,10 +259,13 @@ def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) 
         first, *more = sorted(path for path, of in enclosed.items() if of == why)
         kind, then = ("parameters", _HELD_WHOLE) if why == _WRITTEN else ("units", _AROUND)
         state.notices.append(f"zero=3: '{first}'{f' (and {len(more)} more {kind})' if more else ''} {why}, {then}")
+    if mixing:
+        state.notices.append(told_mixing(mixing, state.data_ranks))
     paths = {child: path for path, child in state.module.named_modules()}
     norms = [paths[norm] for norm in findings.batch_norms]
     plain = replace(findings, batch_norms=[])
-    state.mesh.found[LOOK] = Looked(plain, norms, enclosed, dict(state.terms), state.forward.batched)
+    mixers = {path: state.module.get_submodule(path).forward.learnt for path in mixing}
+    state.mesh.found[LOOK] = Looked(plain, norms, enclosed, dict(state.terms), state.forward.batched, mixers)
     return state, findings
 
 
@@ -260,6 +279,7 @@ class Looked:
     norms     batch norms, by their paths
     enclosed  of `assemble`, with why
     terms     of `RankState`; batched: of `Forward`
+    mixers    modules that mix samples, by their paths, and `learnt` of `OnAllSamples`
     """
 
     findings: Findings
@@ -267,6 +287,7 @@ class Looked:
     enclosed: dict[str, str]
     terms: dict[str, bool]
     batched: list[bool] | None
+    mixers: dict[str, tuple]
 
 
 def as_looked(state: RankState, looked: Looked) -> Findings:
@@ -274,6 +295,7 @@ def as_looked(state: RankState, looked: Looked) -> Findings:
     findings = replace(looked.findings, batch_norms=[*map(state.module.get_submodule, looked.norms)])
     state.terms, state.keeps_samples = dict(looked.terms), findings.keeps_samples
     state.forward.batched = looked.batched
+    install(state.module, looked.mixers, state.mesh.data, state.phase)
     _follow_writes(state, findings)
     return findings
 

@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.device import attention_as_ops
 from shardwise.errors import RefusedPlan
+from shardwise.look.mixing import known_rows
 from shardwise.look.replaced_parameters import refuse_replaced, replacements
 from shardwise.parallel.batchnorm import FindBatchNorm, KnownStatistics
 from shardwise.parallel.fsdp import IN_TRANSFORM, UNITS_IN_TRANSFORMS
+from shardwise.part import plain
 from shardwise.part.levels import Distributed
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
@@ -110,7 +112,9 @@ class Runner:
     def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                self.module.get_buffer(name).copy_(value)
+                buffer = self.module.get_buffer(name)
+                # a forward may have put a cut tensor in a plain one's place, by an assignment
+                buffer.copy_(value if isinstance(buffer, Distributed) else plain(value))
 
     def _left(self, state: ModuleState, changed: list[tuple[dict[str, Any], str]]) -> list[str]:
         """Returns the names of what a forward changed for the next one, but for statistics of batch norms."""
@@ -156,7 +160,7 @@ class Runner:
                 child.training = True
             # noted also where the forward failed: the caller tries it another way
             self.seen.batch_norms += [norm for norm in finder.modules if norm not in self.seen.batch_norms]
-            self.seen.norm_rows.append(finder.rows)
+            self.seen.norm_calls.append(finder.calls)
 
 
 def _shapes_of(kept: Any) -> list[torch.Size]:
@@ -178,7 +182,8 @@ class Seen(TorchDispatchMode):
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self.running: list[nn.Module] = []
         self.batch_norms: list[nn.Module] = []
-        self.norm_rows: list[list[int]] = []  # values of a channel that each batch norm was given, in each forward
+        # (norm, values of a channel that it was given) of each call, in each forward
+        self.norm_calls: list[list[tuple[nn.Module | None, int]]] = []
         self.reads_values = False
         self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
         self.reentrant = False
@@ -240,12 +245,25 @@ class Seen(TorchDispatchMode):
         paths = {id(child): path for path, child in self.module.named_modules()}
         other = replacements(lambda child, leaf: refuse_replaced(child, paths, leaf))
         try:
-            with self.noting_writes(), watching_backwards(self._refuse_freed), other:
+            with (
+                self.noting_writes(),
+                watching_backwards(self._refuse_freed),
+                other,
+                known_rows(self.module, self.aside),
+            ):
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply  # the class's own, which it inherits, is back
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context: what runs inside is not counted among a forward's calls."""
+        counted = dict(self.calls[-1]) if self.calls else {}
+        yield
+        if self.calls:
+            self.calls[-1] = counted
 
     @contextmanager
     def noting_writes(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from shardwise.look.added_up import added_up, against, bar_of, finite
 from shardwise.look.first_samples import with_attributes_alone
+from shardwise.look.mixing import MixesSamples
 from shardwise.look.samples import COSTLY_BYTES, repeated
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen
 from shardwise.parallel.batchnorm import KnownStatistics, Statistics
@@ -81,10 +82,11 @@ def times_of(count: int, total: int) -> list[int]:
 
 def look_at_many(
     module: nn.Module, evaluate: Evaluate, many: Many, *, dtype: torch.dtype,
-    joined: Callable[[], Loss] | None = None, functions: Functions = (),
+    joined: Callable[[], Loss] | None = None, functions: Functions = (), mixes: bool = False,
 ) -> list[str]:  # fmt: skip
     """Returns the differences between a run on a batch and on its parts, as lines of text; [] for none.
 
+    mixes   modules that mix samples may run on all of them: raises `MixesSamples` for what lies around a batch norm
     joined  for a loss that does not add up over samples: after the whole and its parts, the loss on what they gave
     """
     seen = Seen(module)
@@ -101,8 +103,10 @@ def look_at_many(
             of_parts.append(run.statistics.noted)
     # norms first: where they differ the losses do too, and this names the module
     unlike = _norms_differ(of_whole.noted, of_parts, many.sizes, dtype)
+    if unlike and mixes:
+        raise MixesSamples([unlike[0].rpartition(".")[0]], unlike[1])
     few = min(of_whole.noted, key=lambda norm: norm.rows, default=None)
-    return unlike or _sums_differ(whole, parts if joined is None else [joined()], many.sizes, dtype, few)
+    return [*unlike[1:]] or _sums_differ(whole, parts if joined is None else [joined()], many.sizes, dtype, few)
 
 
 def _sums_differ(
@@ -127,25 +131,25 @@ def _sums_differ(
 
 
 def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes: list[int],
-                  dtype: torch.dtype) -> list[str]:  # fmt: skip
-    """Returns [a problem] where batch norms run otherwise, or over other samples, on parts than on all; else []."""
+                  dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
+    """Returns (path of a batch norm, the problem) where one runs otherwise, or on other samples, on parts; else ()."""
     paths_by_run = [[norm.path for norm in noted] for noted in (whole, *parts)]
     # Numbers of calls before their statistics, which can be paired only where they are equal.
     for path in dict.fromkeys(path for paths in paths_by_run for path in paths):
         times, *of_parts = [paths.count(path) for paths in paths_by_run]
         other = next((at for at, count in enumerate(of_parts) if count != times), None)
         if other is not None:
-            return [
+            return path, (
                 f"batch norm in '{path}' runs {times} times on {sum(sizes)} samples and {of_parts[other]} times on "
                 f"{sizes[other]} of them, {_FOR_PARTS}: {_GROUPS}"
-            ]
+            )
     for at, norm in enumerate(whole):
         if _apart(norm, [noted[at] for noted in parts], dtype):
-            return [
+            return norm.path, (
                 f"batch norm in '{norm.path}' puts other samples together on {sum(sizes)} samples than on "
                 f"{_joined(sizes)} of them, {_FOR_PARTS}: {_GROUPS}"
-            ]
-    return []
+            )
+    return ()
 
 
 _GROUPS = (

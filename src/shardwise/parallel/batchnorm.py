@@ -39,7 +39,7 @@ from shardwise.host import require
 from shardwise.layout import Plan
 from shardwise.parallel.slots import Phase
 from shardwise.part import Part, plain
-from shardwise.part.sums import linear
+from shardwise.part.sums import linear, whole_gradient
 from shardwise.precision import Precision
 
 _TAG = "batch_norm"
@@ -200,11 +200,13 @@ def _in_operations(
         n, total = sum_over(count, axis, _TAG)[0].detach(), _sum_of_shares(sums, axis)
     else:
         totals = sum_over(torch.cat([sums, count]), axis, _TAG)
-        n, total = totals[-1].detach(), totals[:-1]
+        # weights that tp cuts bring gradients in shares to statistics that are not cut
+        n, total = totals[-1].detach(), whole_gradient(totals[:-1])
     mean = total / n
     centred = wide - _over_channels(mean, x)
     squares = centred.square().sum(dims) * share
-    var = (_sum_of_shares(squares, axis) if isinstance(squares, Part) else sum_over(squares, axis, _TAG)) / n
+    cut = isinstance(squares, Part)
+    var = (_sum_of_shares(squares, axis) if cut else whole_gradient(sum_over(squares, axis, _TAG))) / n
     y = centred * _over_channels(torch.rsqrt(var + over.eps), x)
     if weight is not None:
         y = y * _over_channels(weight, x)
@@ -285,26 +287,32 @@ class FindBatchNorm(_MeetsBatchNorm):
     """Mode that records who calls batch norm in training, and normalises by mean 0 and variance 1.
 
     modules  that called it
-    rows     how many values of a channel each call was given
+    calls    (module, how many values of a channel it was given) of each call
     """
 
     def __init__(self, running: list[nn.Module]):
         super().__init__()
         self.running = running  # the modules whose forwards are running, outermost first
         self.modules: list[nn.Module] = []
-        self.rows: list[int] = []
+        self.calls: list[tuple[nn.Module | None, int]] = []
+
+    @property
+    def on_all(self) -> bool:
+        """Whether a module is running that is given all samples of a micro-batch (parallel/on_all_samples)."""
+        return any(getattr(module.forward, "looking", None) is not None for module in self.running)
 
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
         """Returns the batch norm of x by mean 0 and variance 1, so that samples do not mix; notes the module."""
-        if training:
-            self.rows.append(x.numel() // max(x.shape[1], 1))
+        if training and not self.on_all:
+            self.calls.append((self.running[-1] if self.running else None, x.numel() // max(x.shape[1], 1)))
             if self.running and self.running[-1] not in self.modules:
                 self.modules.append(self.running[-1])
             dtype = x.dtype if weight is None else weight.dtype  # under autocast wider than the input
             running_mean, running_var = x.new_zeros(x.shape[1], dtype=dtype), x.new_ones(x.shape[1], dtype=dtype)
-        return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+            training = False
+        return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 @dataclass(frozen=True)
@@ -340,7 +348,7 @@ class KnownStatistics(FindBatchNorm):
         caller = self.running[-1] if self.running else None
         # `syncing`: SyncBatchNorm in training would look for a CUDA device, and so runs in eval mode here
         # no statistics are taken of given ones, nor of no elements
-        if not (training or caller in self.syncing) or not x.numel():
+        if not (training or caller in self.syncing) or not x.numel() or self.on_all:
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         dims, rows = [0, *range(2, x.dim())], x.numel() // x.shape[1]

@@ -19,8 +19,10 @@ from shardwise.comm import gather_rows
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
-from shardwise.look.first_samples import gently, look, refusing_writes
+from shardwise.look.first_samples import Findings, gently, look, refusing_writes
+from shardwise.look.mixing import MixesSamples, install, modules_around, refuse_mixed, told_mixing
 from shardwise.look.one_process import needs_gradients
+from shardwise.look.task_look import may_mix
 from shardwise.look.watched_run import Runner, Seen, TakesGradients, WritesWeights
 from shardwise.memory.recompute import note_written
 from shardwise.parallel.batchnorm import batch_norm_modules
@@ -121,15 +123,31 @@ def look_at_model(
         return _OfOutputs(outputs(module, one[0]), one[1], made, torch.device("cpu"))
 
     def again(asked: bool) -> str | None:
+        if own is not None and asked:
+            refuse_mixed(engine.module)
         alone = [(places.cut(batch, at, at + 1), 1) for at in range(n)]
         return own[0].differ(own[1], of_copy, batches[0], alone, asked) if own is not None else None
 
+    def found() -> Findings:
+        """Returns what a look finds; modules that mix samples run on all of them from there on."""
+        mixing: list[str] = []
+        while True:
+            try:
+                findings = look(
+                    engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
+                    dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
+                    again=again, joins=False, mixes=may_mix(engine.state),
+                )  # fmt: skip
+            except MixesSamples as mixed:
+                more = modules_around(mixed, mixing)
+                install(engine.module, dict.fromkeys(more), engine.mesh.data, engine.state.phase)
+                mixing += more
+                continue
+            findings.notices += [told_mixing(mixing, engine.mesh.data.size)] if mixing else []
+            return findings
+
     try:
-        findings = look(
-            engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
-            dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
-            again=again, joins=False,
-        )  # fmt: skip
+        findings = found()
     except WritesWeights as written:
         raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None
     except TakesGradients:

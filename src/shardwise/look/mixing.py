@@ -1,0 +1,222 @@
+"""Which modules mix samples, and how they run in a look: on a part's rows by the rows of the whole, as over ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.comm import Axis
+from shardwise.errors import RefusedPlan
+from shardwise.look.one_process import Untried
+from shardwise.parallel.on_all_samples import Learnt, OnAllSamples, rows_from, rows_of
+from shardwise.parallel.slots import Phase
+from shardwise.part import plain
+from shardwise.random import Drawn
+from shardwise.trace.module_state import ModuleState
+
+MOST_CALLS = 16  # whose arguments a look keeps
+
+
+class MixesSamples(Exception):
+    """Modules mix samples, by `paths`: what they give for some of them hangs on the others; `problem` in words."""
+
+    def __init__(self, paths: list[str], problem: str):
+        super().__init__(problem)
+        self.paths, self.problem = paths, problem
+
+
+def owners_of(names: Collection[str]) -> list[str]:
+    """Returns the paths of the modules that have buffers of these names."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def modules_around(mixed: MixesSamples, tried: Collection[str]) -> list[str]:
+    """Returns the paths of the modules that mix samples, or of those around them where these were `tried`.
+
+    Raises `RefusedPlan` where that is the whole model.
+    """
+    paths = dict.fromkeys(mixed.paths)
+    while any(path in tried for path in paths):
+        paths = dict.fromkeys(path.rpartition(".")[0] if path in tried else path for path in paths)
+    if "" in paths:
+        raise RefusedPlan(mixed.problem)
+    return list(paths)
+
+
+def install(module: nn.Module, mixers: Mapping[str, Learnt | None], axis: Axis, phase: Phase) -> None:
+    """Have modules run on the samples of all ranks of the axis. `mixers`: by path, what another look has learnt."""
+    for path, learnt in mixers.items():
+        child = module.get_submodule(path)
+        child.forward = OnAllSamples(child, axis, phase, learnt)
+
+
+def refuse_mixed(module: nn.Module) -> None:
+    """Raises `Untried` where modules run on all samples: a part's gradients lie in the others' losses too."""
+    if any(isinstance(child.forward, OnAllSamples) for child in module.modules()):
+        raise Untried("modules of it mix samples, and run on those of all ranks")
+
+
+def told_mixing(paths: Sequence[str], ranks: int) -> str:
+    """Returns the notice on modules that run on all ranks' samples."""
+    more = f" (and {len(paths) - 1} more modules)" if paths[1:] else ""
+    return (
+        f"'{paths[0]}'{more} mixes the samples of a micro-batch: each of {ranks} data ranks runs it on all of them, "
+        "and goes on with its own"
+    )
+
+
+def drawn_in(module: nn.Module, draws: Iterable[Drawn]) -> list[str]:
+    """Returns [the problem] of a module that mixes samples and draws random numbers: ranks would draw others; or []."""
+    mixing = [path for path, child in module.named_modules() if isinstance(child.forward, OnAllSamples)]
+    inside = [path for draw in draws for path in mixing if f"{draw.path}.".startswith(f"{path}.")]
+    return inside[:1] and [
+        f"'{inside[0]}' mixes the samples of a micro-batch and draws random numbers, of which each rank would have its "
+        'own: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
+    ]
+
+
+def modules_that_mix(module: nn.Module, run: Callable[[Any], Any], whole: Any, parts: Sequence[Any]) -> list[str]:
+    """Returns the paths of the innermost modules that give other rows for parts of their rows than for the whole."""
+    runs = [_calls_of(module, run, batch) for batch in (whole, *parts)]
+    mixing = [path for path in runs[0] if path and _mixes(*[calls.get(path, []) for calls in runs])]
+    return [path for path in mixing if not any(other.startswith(f"{path}.") for other in mixing)]
+
+
+def _calls_of(module: nn.Module, run: Callable[[Any], Any], batch: Any) -> dict[str, list[tuple[list, list]]]:
+    """Returns {path: [(leaves of arguments, leaves of results)] of each call} of a run on a batch."""
+    calls: dict[str, list[tuple[list, list]]] = {}
+
+    def note(path: str, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        calls.setdefault(path, []).append((tree_flatten((args, kwargs))[0], tree_flatten(output)[0]))
+
+    handles = [
+        child.register_forward_hook(partial(note, path), with_kwargs=True) for path, child in module.named_modules()
+    ]
+    try:
+        run(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _mixes(whole: list, *parts: list) -> bool:
+    """Whether a module gave, in some call, other rows for those of a part, of the same arguments."""
+    if any(len(calls) != len(whole) for calls in parts):
+        return False
+    for number, (arguments, results) in enumerate(whole):
+        first = 0
+        for calls in parts:
+            leaves, made = calls[number]
+            rows, of_part = rows_of(arguments), rows_of(leaves)
+            try:
+                given, times = _learnt(arguments, leaves), _learnt(results, made, rows, of_part)
+            except RefusedPlan:
+                return False
+            if first + of_part > rows or not _alike(rows_from(arguments, given, first, of_part), leaves):
+                return False
+            expected = rows_from(results, times, first, of_part)
+            # of a result without rows, such as a mean, nothing is known
+            if any(n and not _alike([leaf], [own]) for n, leaf, own in zip(times, expected, made, strict=True)):
+                return True
+            first += of_part
+    return False
+
+
+@contextmanager
+def known_rows(module: nn.Module, aside: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Context of a look: modules that run on all samples do so without ranks. `aside`: of calls that do not count."""
+    mixers = [child.forward for child in module.modules() if isinstance(child.forward, OnAllSamples)]
+    for mixer in mixers:
+        mixer.looking = _KnownRows(mixer, aside)
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            mixer.looking = None
+
+
+class _KnownRows:
+    """Runs a module that mixes samples in a look: on a whole plainly, on rows of an earlier whole as over ranks."""
+
+    def __init__(self, mixer: OnAllSamples, aside: Callable[[], AbstractContextManager]) -> None:
+        self.mixer, self.aside = mixer, aside
+        self._wholes: deque[tuple[tuple, dict]] = deque(maxlen=MOST_CALLS)  # arguments, the latest first
+        self._first = 0  # the row behind those of the part before
+
+    def __call__(self, args: tuple, kwargs: dict) -> Any:
+        """Returns what the module gives for these rows: of a part those that it gives for all rows of the whole."""
+        leaves, _ = tree_flatten((args, kwargs))
+        for call in self._wholes:
+            whole, _ = tree_flatten(call)
+            if rows_of(leaves) < rows_of(whole) and len(leaves) == len(whole):
+                given = _learnt(whole, leaves)
+                # parts come in their order, each perhaps twice in a row
+                behind, rows = rows_of(whole) - rows_of(leaves), rows_of(leaves)
+                for first in dict.fromkeys([self._first, self._first - rows, 0, behind]):
+                    if 0 <= first <= behind and _alike(rows_from(whole, given, first, rows), leaves):
+                        self._first = first + rows
+                        return self._part(call, (args, kwargs), given, first)
+        # samples of another batch, or ones that were mixed before this module too, which the loss will show
+        self._wholes.appendleft((args, kwargs))
+        return self.mixer.forward(*args, **kwargs)
+
+    def _part(self, whole: tuple[tuple, dict], part: tuple[tuple, dict], given: list[int], first: int) -> Any:
+        """Returns the part's rows of what the module gives for the whole, and leaves it as that does."""
+        state = ModuleState(self.mixer.module)
+        try:  # for the sizes of what it gives alone
+            with self.aside():
+                of_part = tree_flatten(self.mixer.forward(*part[0], **part[1]))[0]
+        finally:
+            state.restore()
+        results, spec = tree_flatten(self.mixer.forward(*whole[0], **whole[1]))
+        rows, of = rows_of(tree_flatten(part)[0]), rows_of(tree_flatten(whole)[0])
+        made = _learnt(results, of_part, of, rows)
+        self.mixer.learnt = given, made
+        return tree_unflatten(rows_from(results, made, first, rows), spec)
+
+
+def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: int = 0) -> list[int]:
+    """Returns how many rows each leaf has for each of a module's rows, by what it has of a whole and of a part.
+
+    rows, of_part  of the whole and of the part; by default the leaves' own
+    """
+    rows, of_part = rows or rows_of(whole), of_part or rows_of(part)
+    if len(whole) != len(part):
+        raise RefusedPlan("a module that mixes samples takes or gives other tensors for other numbers of them")
+    learnt = []
+    for leaf, other in zip(whole, part, strict=True):
+        sized = isinstance(leaf, torch.Tensor) and leaf.dim() and isinstance(other, torch.Tensor) and other.dim()
+        size, small = (leaf.shape[0], other.shape[0]) if sized else (0, 0)
+        times = size // rows if size % rows == 0 else 0
+        if size != small and (not times or small != times * of_part):
+            raise RefusedPlan(
+                f"a module that mixes samples has a tensor of {size} rows for {rows} rows of its first argument, and "
+                f"of {small} for {of_part}: which belong to which sample is not known"
+            )
+        learnt.append(times if size != small else 0)
+    return learnt
+
+
+def _alike(given: Sequence[Any], leaves: Sequence[Any]) -> bool:
+    """Whether two lists of arguments are the same up to rounding."""
+    for leaf, other in zip(given, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            continue
+        a, b = plain(leaf.detach()), plain(other.detach())
+        if a.shape != b.shape:
+            return False
+        # outside of the modes of a look, which would take this for a choice of the module's by values
+        with _disable_current_modes():
+            bar = 2.0**6 * torch.finfo(a.dtype).eps * float(a.abs().max()) if a.numel() else 0.0
+            if not torch.allclose(a, b, rtol=0.0, atol=bar, equal_nan=True):
+                return False
+    return True

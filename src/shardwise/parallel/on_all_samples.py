@@ -1,0 +1,122 @@
+"""Modules that mix the samples of a micro-batch, run on all data ranks' samples. Found by look/mixing.
+
+    rank 0   x_0 ─┐             ┌─> module(x) ─> its rows 0
+                  ├─> x, whole ─┤
+    rank 1   x_1 ─┘             └─> module(x) ─> its rows 1
+
+Every rank runs the module as one process does, so what it leaves in buffers (a code book that moves, a queue) and what
+it makes of all samples (a loss of its own) are one process's. Each rank goes on with its own rows. Backward sums the
+ranks' gradients of x, of which each takes its rows; those of the module's weights are summands, as everywhere.
+
+Bytes on the wire: x once forward, of all ranks; twice as much backward. Time: the module's own for all samples, on
+every rank, so it is for small modules between large ones.
+
+What this does not do: modules that draw, pipelines, deterministic=true (a rank computes single pieces).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.comm import Axis, broadcast, gather_rows, gather_samples
+from shardwise.host import put, read
+from shardwise.parallel.slots import Phase
+from shardwise.part.crossing import on_shares
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import whole_gradient
+
+_TAG = "mixed samples"
+Learnt = tuple[Sequence[int], Sequence[int]]  # of arguments and results: see `OnAllSamples`
+
+
+class OnAllSamples:
+    """Stands for the forward of a module that mixes samples.
+
+    learnt   of each leaf of the arguments, and of the results: how many rows it has for each of the first argument's; 0
+             for one that has as many whatever the samples. None until a look has learnt them
+    looking  what runs the module instead, while it is looked at
+    """
+
+    def __init__(self, module: nn.Module, axis: Axis, phase: Phase, learnt: Learnt | None = None) -> None:
+        self.module, self.forward, self.axis, self.phase = module, module.forward, axis, phase
+        self.learnt = learnt
+        self.looking: Callable[[tuple, dict], Any] | None = None
+
+    def __deepcopy__(self, copied: dict[int, Any]) -> Callable[..., Any]:
+        """Returns the plain forward of the module's copy, which belongs to one process."""
+        return types.MethodType(type(self.module).forward, copied[id(self.module)])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns this rank's rows of what the module gives for all ranks' rows. Collective."""
+        if self.looking is not None:
+            return self.looking(args, kwargs)
+        # of samples that every rank has, each computes all anyway
+        if self.axis.size == 1 or self.phase.same:
+            return self.forward(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        rows = rows_of(leaves)
+        given, made = self.learnt or (None, None)
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+        own = put([0.0 if self.phase.stand_in else float(rows)], device)
+        counts = [int(n) for n in read(gather_rows(own, self.axis, _TAG).view(-1), "rows of each rank")]
+        gathered = [
+            self._whole(leaf, times, counts) if times else leaf
+            for leaf, times in zip(leaves, factors(given, leaves, rows), strict=True)
+        ]
+        args, kwargs = tree_unflatten(gathered, spec)
+        before = [(buffer, buffer._version) for buffer in self.module.buffers()]
+        self.phase.same = True  # for batch norms inside, whose samples are all here
+        try:
+            output = self.forward(*args, **kwargs)
+        finally:
+            self.phase.same = False
+        self._agree([buffer for buffer, version in before if buffer._version != version])
+        results, spec = tree_flatten(output)
+        times = factors(made, results, sum(counts))
+        # a stand-in's rows count nothing: any will do
+        first = 0 if self.phase.stand_in else sum(counts[: self.axis.index])
+        return tree_unflatten(rows_from(results, times, first, rows), spec)
+
+    def _whole(self, leaf: torch.Tensor, times: int, counts: Sequence[int]) -> torch.Tensor:
+        """Returns the rows of all ranks, `times` for each that `counts` counts. Collective in backward too."""
+        by_rank = tuple(times * count for count in counts)
+
+        def gathered(share: torch.Tensor) -> torch.Tensor:
+            # beside cut weights its gradient may come in shares
+            return whole_gradient(gather_samples(share, by_rank, self.axis, _TAG, summed=True))
+
+        return on_shares(leaf, gathered)
+
+    def _agree(self, written: Sequence[torch.Tensor]) -> None:
+        """Give all ranks the first one's bits of what a forward wrote: a GPU may add up in another order on each."""
+        for buffer in written:
+            # a cut one is another on each rank of its axis, and alike over data ranks up to such an order
+            if not isinstance(buffer, Distributed):
+                broadcast(buffer, self.axis, 0, _TAG)
+
+
+def rows_of(leaves: Sequence[Any]) -> int:
+    """Returns the first dim of the first tensor that has one; 0 where none has."""
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+
+def factors(learnt: Sequence[int] | None, leaves: Sequence[Any], rows: int) -> Sequence[int]:
+    """Returns how many rows each leaf has for each of `rows`; 0 for one that has none of its own.
+
+    By its size where a look has learnt nothing of as many leaves: in evaluation a module may give others.
+    """
+    if learnt is not None and len(learnt) == len(leaves):
+        return learnt
+    sizes = [leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in leaves]
+    return [0 if size % max(rows, 1) else size // max(rows, 1) for size in sizes]
+
+
+def rows_from(leaves: Sequence[Any], times: Sequence[int], first: int, count: int) -> list[Any]:
+    """Returns the leaves, of those with rows `count` from the first on, by as many `times` as they have for each."""
+    return [leaf.narrow(0, n * first, n * count) if n else leaf for leaf, n in zip(leaves, times, strict=True)]
