@@ -99,8 +99,9 @@ def optimizer_as_given(optimizer: Optimizer) -> Any:
 
 
 def stepping_over(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Returns the member that steps over this group."""
-    return next(one for one in members_of(optimizer) if any(group is own for own in one.param_groups))
+    """Returns the member that steps over this group; of a group that is to be added, the optimizer itself."""
+    having = (one for one in members_of(optimizer) if any(group is own for own in one.param_groups))
+    return next(having, optimizer)
 
 
 def refuse_several(optimizer: Optimizer, plan: Plan) -> None:
