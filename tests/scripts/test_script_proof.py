@@ -66,6 +66,16 @@ def test_a_right_script_is_equal(pool: RankPool, tmp_path: Path, plan: str | Non
     assert any("shortened" in note for note in parity.notes)  # six batches: the first three and the last
 
 
+def test_a_loader_that_takes_the_main_one_s_place_is_shortened_alike(pool: RankPool, tmp_path: Path) -> None:
+    dataset = "TensorDataset(x, x.sum(1, keepdim=True))"
+    stage = """    stage = DataLoader(data, batch_size=2 + epoch, shuffle=True)
+    for x, y in prepared.split(stage, trains=True):"""
+    curriculum = PREPARED.replace(dataset, "data").replace("loader =", f"data = {dataset}\nloader =", 1)
+    curriculum = curriculum.replace("    for x, y in loader:", stage)
+    parity = prove(pool, tmp_path, curriculum, steps=10)
+    assert parity.parity, parity.text()
+
+
 @pytest.mark.parametrize(
     ("name", "plan"), [("image_classifier", "dp_shard=2,zero=3"), ("gan", "dp_replicate=2"), ("seq2seq", "tp=2")]
 )
@@ -242,6 +252,10 @@ def test_a_script_that_differs_from_itself_is_told(pool: RankPool, tmp_path: Pat
         (PLAIN, "never called shardwise.prepare"),
         (PREPARED.replace("range(3)", "range(0)"), "before any optimizer took a step"),
         (PREPARED.replace("nn.Linear(8, 1)", "nn.Linear(9, 1)"), "fails in one process"),
+        (
+            PREPARED.replace("prepare(model, optimizer,", "prepare(model, optimizer.state_dict(),"),
+            "type dict, expected a",
+        ),
         ("import sys\nsys.exit('give --data')\n", "give --data"),
         (
             "import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()\n",

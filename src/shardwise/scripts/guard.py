@@ -33,10 +33,6 @@ _PROPERTIES = {
     "register_post_accumulate_grad_hook", "element_size", "storage_offset", "untyped_storage", "data_ptr", "__hash__",
     "get_device", "__delete__", "backward", "has_names", "is_shared", "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
-READ = (
-    "{} of a weight of which this rank holds a piece: take it in `with prepared.whole():`, where model.parameters() "
-    "are whole; for an average, average.update_parameters(prepared)"
-)
 OUTSIDE = (
     "{} into a weight, or a gradient, of which this rank holds a piece: write in `with prepared.whole():` (grads=True: "
     "gradients too), where model.parameters() are whole. An optimizer is made before prepare, or given to "

@@ -44,16 +44,10 @@ from shardwise.scripts.dealt import OwnBatches
 from shardwise.scripts.entries import as_given, as_one
 from shardwise.scripts.gradient_arrivals import Asking, buckets_of
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import (
-    FirstSteps,
-    Gate,
-    guard_conversion,
-    mark_like,
-    refuse_hooks,
-    refuse_replaced,
-)
+from shardwise.scripts.guard import FirstSteps, Gate, guard_conversion, mark_like, refuse_hooks, refuse_replaced
+from shardwise.scripts.joint_optimizer import as_one_optimizer, optimizer_as_given
 from shardwise.scripts.part_loader import Events, PartLoader, Reads
-from shardwise.scripts.proof.on_ranks import side_of
+from shardwise.scripts.proof.on_ranks import side_of, watched
 from shardwise.scripts.proof.plain import Plain
 from shardwise.scripts.proof.receipts import line_of, script_under_way
 from shardwise.scripts.proof.recorder import recorder
@@ -65,6 +59,7 @@ from shardwise.scripts.spread import check_cuts, on_common_axes, shared_call, th
 from shardwise.scripts.start import (
     ON_THE_HOST,
     check_given,
+    check_kinds,
     device_of,
     generators_kept,
     is_compiled,
@@ -88,7 +83,7 @@ _NO_LOADER: Any = object()  # None is a loader that is given: the script unpacks
 @names_line
 def prepare(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     loader: Any = _NO_LOADER,
     *more: Any,
     plan: Plan | str = "single",
@@ -107,7 +102,7 @@ def prepare(
 
     model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place. Or several that
                 one optimizer trains, as a tuple: (encoder, head)
-    optimizer   made from the model's parameters, before its first step. Changed in place
+    optimizer   made from the model's parameters, before its first step. Changed in place. Or a list: [muon, adam]
     loader      the one that one process would use; a batch of it is a global micro-batch. None, or left out: the script
                 makes its batches by itself (`deal`, or another loss_scope than "sample")
     plan        any but pipelines; accumulate is the calls of `backward` in one step. What tp, ep, cp, cp_ulysses and
@@ -145,10 +140,11 @@ def prepare(
     plan = Plan.parse(plan) if proof is None else proof.plan_for(Plan.parse(plan))
     _refuse_twice(model)
     unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
+    check_kinds(as_one(model), as_one_optimizer(optimizer))
     if proof is not None and proof.job.plain:  # the one process of a proof, which only records
         return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
     loss_scope = (proof and proof.job.scope) or loss_scope  # type: ignore[assignment]  # its: a remedy that is tried
-    model = as_one(model)
+    model, optimizer = as_one(model), as_one_optimizer(optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)
     join_ranks(plan)
     options = PrepareOptions(
@@ -238,7 +234,7 @@ class Prepared(Stepping):
 
     def _take(self, optimizer: Optimizer) -> None:
         """Make `optimizer` the script's: note parameters' names, and by a trial on which pieces it can run."""
-        optimizers.refuse_lost(optimizer)
+        optimizers.refuse_lost(optimizer, self.plan)
         self.optimizer = optimizer
         self.all_names, self._groups, self._nature = self._known(optimizer.param_groups)
         refuse(self._nature, UNSHARDED, self.plan.tp, self.plan.ep, named=type(optimizer).__name__)
@@ -300,12 +296,12 @@ class Prepared(Stepping):
             before.close()
 
     @names_line
-    def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def replace_optimizer(self, optimizer: Any) -> Any:
         """Returns `optimizer`, made anew in place over this rank's pieces; it takes the place of the one before, which
         can step no more. For scripts that make another one from model.parameters() in mid training. Collective.
         """
         self._passes("prepared.replace_optimizer(...)")
-        if optimizer is self.optimizer:
+        if (optimizer := as_one_optimizer(optimizer)) is self.optimizer:
             raise InputError("prepared.replace_optimizer: this is the optimizer that the plan has already")
         retired, engine = self.optimizer, self._engine
         with self._gate.open():
@@ -318,7 +314,7 @@ class Prepared(Stepping):
         optimizers.retire(retired)
         open_doors(self)
         self._watch_pieces()
-        return optimizer
+        return optimizer_as_given(optimizer)
 
     @names_line
     def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
@@ -421,7 +417,7 @@ class Prepared(Stepping):
         return self._engine
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((as_given(self.model), self.optimizer, self.loader)[: self._options.unpacks])
+        return iter((as_given(self.model), optimizer_as_given(self.optimizer), self.loader)[: self._options.unpacks])
 
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
         """Returns another loader, cut like the main one. A rank without a sample gets a stand-in that must not be
@@ -432,7 +428,7 @@ class Prepared(Stepping):
         """
         leader = self.calls.leader
         cut = self._cut(loader, leader if trains else leader.other, self._reads)
-        cut.recorder = recorder() if trains else None
+        cut.recorder = watched(loader, recorder()) if trains else None
         return cut
 
     def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:

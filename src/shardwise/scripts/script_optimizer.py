@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.errors import InputError
+from shardwise.layout import Plan
 from shardwise.parallel.slots import DataParallel
+from shardwise.scripts.joint_optimizer import members_of, refuse_several, stepping_over
 from shardwise.scripts.script_lines import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
 from shardwise.step.task_optimizer import OptimizerFn
@@ -51,17 +53,19 @@ def names_in_groups(held: Sequence[dict[str, Any]], module: nn.Module) -> list[l
     return groups
 
 
-def refuse_lost(optimizer: Optimizer) -> None:
+def refuse_lost(optimizer: Optimizer, plan: Plan) -> None:
     """`InputError` for settings that the constructor took and that neither groups nor defaults remember."""
-    fresh = _made(optimizer, [{**_settings(group), "params": group["params"]} for group in optimizer.param_groups])
+    refuse_several(optimizer, plan)
     plain = (bool, int, float, str, tuple, type(None))
-    for name, value in vars(optimizer).items():
-        other = vars(fresh).get(name)
-        if name not in _OWN and isinstance(value, plain) and isinstance(other, plain) and value != other:
-            raise InputError(
-                f"prepare: {type(optimizer).__name__} cannot be made anew from its class and groups: its '{name}' is "
-                f"{value!r}, and would be {other!r}; keep the setting in the optimizer's defaults"
-            )
+    for one in members_of(optimizer):
+        fresh = _made(one, [{**_settings(group), "params": group["params"]} for group in one.param_groups])
+        for name, value in vars(one).items():
+            other = vars(fresh).get(name)
+            if name not in _OWN and isinstance(value, plain) and isinstance(other, plain) and value != other:
+                raise InputError(
+                    f"prepare: {type(one).__name__} cannot be made anew from its class and groups: its '{name}' is "
+                    f"{value!r}, and would be {other!r}; keep the setting in the optimizer's defaults"
+                )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def nature_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], kinds: Seq
     for group, of_group in zip(groups, kinds, strict=True):
         if of_group:
             shapes, numbers = zip(*of_group, strict=True)
-            found.append(try_out(_flat(optimizer, _settings(group)), shapes, numbers))
+            found.append(try_out(_flat(stepping_over(optimizer, group), _settings(group)), shapes, numbers))
     if not found:
         raise InputError("prepare: the optimizer holds no parameter of the model that requires a gradient")
     return max(found, key=lambda nature: nature.needs)
@@ -106,7 +110,7 @@ def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> OptimizerFn:
 
 def makes_of(optimizer: Optimizer) -> list[OptimizerFn]:
     """Returns, for each group, a function of parameters that makes an optimizer of this class with its settings."""
-    return [_flat(optimizer, _settings(group)) for group in optimizer.param_groups]
+    return [_flat(stepping_over(optimizer, group), _settings(group)) for group in optimizer.param_groups]
 
 
 def adopt(
@@ -136,18 +140,21 @@ def adopt(
         olds = [param for group in optimizer.param_groups for param in group["params"]]
         news = [param for group in pieces for param in group]
         state = {new: optimizer.state[old] for old, new in zip(olds, news, strict=True) if old in optimizer.state}
-    # a rank may have no piece of a group, or of any: no optimizer is made of nothing
-    filled = [{**_settings(g), "params": p} for g, p in zip(optimizer.param_groups, pieces, strict=True) if p]
-    made = _made(optimizer, filled) if filled else None
     for group, params in zip(optimizer.param_groups, pieces, strict=True):
         group["params"] = params
         group.pop("param_names", None)
     optimizer.state.clear()
-    # a constructor may make state (Adagrad's sums) and attributes: those over the pieces replace the script's
-    if made is not None:
-        optimizer.state.update({**made.state, **state})
+    for one in members_of(optimizer):
+        # a rank may have no piece of a group, or of any: no optimizer is made of nothing
+        filled = [{**_settings(group), "params": group["params"]} for group in one.param_groups if group["params"]]
+        if not filled:
+            continue
+        made = _made(one, filled)
+        # a constructor may make state (Adagrad's sums) and attributes: those over the pieces replace the script's
+        one.state.update(made.state)
         kept = {key: value for key, value in vars(made).items() if key not in _OWN and "hook" not in key}
-        vars(optimizer).update(kept)
+        vars(one).update(kept)
+    optimizer.state.update(state)
     return owners
 
 
@@ -171,7 +178,8 @@ def retire(optimizer: Optimizer) -> None:
     def step(self: Optimizer, closure: Any = None) -> None:
         raise InputError("optimizer.step() of an optimizer that prepared.replace_optimizer took the place of")
 
-    vars(optimizer)["step"] = types.MethodType(step, optimizer)
+    for one in members_of(optimizer):
+        vars(one)["step"] = types.MethodType(step, one)
 
 
 def _with_frozen(given: list[nn.Parameter], pieces: list[nn.Parameter], in_plan: list[bool]) -> list[nn.Parameter]:

@@ -32,6 +32,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.guard import TAKEN, Gate, mark_like, reads_values
+from shardwise.scripts.joint_optimizer import members_of
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -284,8 +285,9 @@ class OptimizerGuard:
     def watch(self, optimizer: Optimizer, model: nn.Module, *, state: bool) -> None:
         """Guard an optimizer's pieces from the script's reads, from here on; `state`: its state too."""
         # a second `watch`, for groups that were added, finds the state guarded already
-        if state and not isinstance(optimizer.state, StateOfPieces):
-            optimizer.state = StateOfPieces(self._gate, optimizer.state)
+        for one in members_of(optimizer):
+            if state and not isinstance(one.state, StateOfPieces):
+                one.state = StateOfPieces(self._gate, one.state)
         own = {id(param) for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # the model's own parameters answer for themselves; of other classes are pieces that an earlier call has

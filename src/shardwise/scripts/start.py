@@ -26,21 +26,28 @@ from shardwise.ranks import alike, here, join
 from shardwise.ranks.launchers import own_device, perhaps_hosts
 from shardwise.scripts.entries import Way
 from shardwise.scripts.guard import refuse_hooks
+from shardwise.scripts.joint_optimizer import members_of
 from shardwise.scripts.spread import Named, total_of
 from shardwise.task import Domain, Task
 
 _ORDER = ": prepare(model, optimizer, loader, plan=...)"
 
 
-def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_scope: str) -> None:
-    """Raise `InputError` or `RefusedPlan` for what cannot be prepared."""
+def check_kinds(model: Any, optimizer: Any) -> None:
+    """Raise `InputError` for what is no model, or no optimizer."""
     if not isinstance(model, nn.Module):
         raise InputError(f"prepare: the model is of type {type(model).__name__}, expected a torch.nn.Module{_ORDER}")
     if not isinstance(optimizer, Optimizer):
         raise InputError(
-            f"prepare: the optimizer is of type {type(optimizer).__name__}, expected a torch Optimizer{_ORDER}"
+            f"prepare: the optimizer is of type {type(optimizer).__name__}, expected a torch Optimizer, or a list of "
+            f"those that train parts of the model{_ORDER}"
         )
-    _refuse_wrapped(model, optimizer)
+
+
+def check_given(model: nn.Module, optimizer: Optimizer, plan: Plan, randomness: str, loss_scope: str) -> None:
+    """Raise `InputError` or `RefusedPlan` for what cannot be prepared."""
+    for one in members_of(optimizer):
+        _refuse_wrapped(model, one)
     if randomness not in ("global", "fast"):
         raise InputError(f"prepare: randomness is 'global' or 'fast', got {randomness!r}")
     if loss_scope not in ("sample", "global", "model"):

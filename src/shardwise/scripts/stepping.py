@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows
 from shardwise.errors import InputError, RefusedPlan
@@ -302,7 +303,7 @@ class Stepping(OverRanks):
     # --- the optimizer's calls
 
     @names_line
-    def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+    def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None, optimizer: Optimizer) -> Any:
         """Returns the result of `inner`, the optimizer's own step, run over this rank's pieces. Collective."""
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
@@ -310,7 +311,7 @@ class Stepping(OverRanks):
         if self.whole_is_open:
             assert self._whole_weights is not None
             with self._whole_weights.paused():
-                return self._step(inner, closure)
+                return self._step(inner, closure, optimizer)
         self._refuse_stray("optimizer.step()")
         # ranks gather or exchange pieces within a step, so all must come to it
         if self.calls.gathers or self._pieces:
@@ -349,9 +350,9 @@ class Stepping(OverRanks):
             if self.side is not None:
                 self.side.before(self)
             aside = self._pieces or engine.state.tier is not None  # which step over a part of the weights
-            hooks = hooks_around(self.optimizer) if aside and self._usable else ([], [])
+            hooks = hooks_around(optimizer) if aside and self._usable else ([], [])
             if hooks[0]:  # the script's hooks see whole gradients; what they change goes back into the pieces
-                run_hooks(self.optimizer, hooks[0], lambda: self.whole(grads=True))
+                run_hooks(optimizer, hooks[0], lambda: self.whole(grads=True))
                 with self._gate.open():
                     self._whole_gradients.put_back()
             # an optimizer asked to step over gradients that are not finite: raises, unless a loss scaler expects it
@@ -359,17 +360,18 @@ class Stepping(OverRanks):
                 with self._gate.open():
                     not_finite(engine.state, self._result, _SKIP)
             self._optimizer_guard.leave()
-            with self._gate.open(), hooks_aside(self.optimizer) if aside else nullcontext():
+            with self._gate.open(), hooks_aside(optimizer) if aside else nullcontext():
                 self._first.before()
                 result = update(engine.state, lambda: self._usable_step(inner))
             self._watch_pieces()
-            run_hooks(self.optimizer, hooks[1], lambda: self.whole(grads=True))
+            run_hooks(optimizer, hooks[1], lambda: self.whole(grads=True))
             with self._gate.open():
                 self._first.after()
         self._notices.say(self.notices)
         for one in self.calls.recorded:
             one.on = False
         engine.state.steps_done += 1
+        self.weights_version += 1
         if self.side is not None:
             self.side.after(self)
         self._stepped = self._tally is not None
@@ -392,13 +394,14 @@ class Stepping(OverRanks):
         return self.loss
 
     @names_line
-    def _discard(self, *, of_optimizer: bool = False) -> None:
-        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: of weights that it trains alone.
+    def _discard(self, of_optimizer: list[list[str]] | None = None) -> None:
+        """Forget all gradients and sums of this step (`zero_grad`); `of_optimizer`: of these weights, by its groups.
 
         Weights that another optimizer trains keep their gradients until it takes them away.
         """
         # one of several optimizers of the model: only its weights' gradients go, unless stray ones came, which all go
-        others = {*self.engine.state.names}.difference(*self.all_names) if of_optimizer and self._engine else ()
+        one_of_several = of_optimizer is not None and self._engine is not None
+        others = {*self.engine.state.names}.difference(*of_optimizer or ()) if one_of_several else ()
         if others and self._tally is not None and not self.calls.stray:
             self._flush()
             self._whole_gradients.take_away(name for name in self.engine.state.names if name not in others)

@@ -62,6 +62,7 @@ class WeightAccess(ABC):
     meeting: Meeting | None  # where there are other ranks
     _pieces: bool  # ranks hold pieces of weights or state
     _whole_weights: Any  # `WholeWeights`, where ranks hold pieces of weights, gradients or state; else None
+    weights_version = 0  # counts their changes: steps, what the script writes, loads
     _copied_from: Engine | None  # where the model's own tensors are not the whole weights in full precision
 
     @property
@@ -157,6 +158,7 @@ class WeightAccess(ABC):
             given = {f"{before}{name}": value for name, value in state.items()}
             # a submodule's state lacks the rest of the model; what it lacks of its own is asked below
             found = load_state_dict(self.engine.state, given, strict and not path)
+        self.weights_version += 1
         lost = [name.removeprefix(before) for name in found.missing_keys if name.startswith(before)]
         unknown = [name.removeprefix(before) for name in found.unexpected_keys]
         if strict and (lost or unknown):
@@ -224,6 +226,7 @@ class WeightAccess(ABC):
 
     def may_have_written(self) -> None:
         """Note that the script's own code may have written into sharded weights."""
+        self.weights_version += 1
         if isinstance(self.engine.technique, FullShard):
             self.engine.technique.written = True
 

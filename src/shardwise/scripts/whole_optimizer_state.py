@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.scripts.joint_optimizer import members_of, refuse_added
 from shardwise.scripts.script_lines import names_line
 from shardwise.step.optimizer_modes import has_mode, switch
 from shardwise.step.state import RankState
@@ -31,20 +32,33 @@ States = dict[str, dict[str, Any]]  # parameter -> its state, whole
 
 def open_doors(prepared: Any) -> None:
     """Replace methods of the script's optimizer, and the model's `zero_grad`, to act as in one process or raise."""
-    optimizer = prepared.optimizer
+    for optimizer in members_of(prepared.optimizer):
+        _open_doors_of(optimizer, prepared)
+    vars(prepared.model)["zero_grad"] = types.MethodType(
+        lambda module, set_to_none=True: prepared._discard(), prepared.model
+    )
+
+
+def _open_doors_of(optimizer: Optimizer, prepared: Any) -> None:
     kind, inner = type(optimizer), optimizer.step
 
+    def own_names() -> list[list[str]]:
+        """Returns the names of the parameters in this optimizer's groups."""
+        groups = zip(prepared.optimizer.param_groups, prepared.all_names, strict=True)
+        return [names for group, names in groups if any(group is own for own in optimizer.param_groups)]
+
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return prepared._step(inner, closure)
+        return prepared._step(inner, closure, self)
 
     if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        prepared._discard(of_optimizer=True)
+        prepared._discard(own_names())
 
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
         _refuse_in_whole(prepared, "optimizer.add_param_group(...)")
+        refuse_added(prepared.optimizer)
         prepared._add_group(group)
 
     @names_line
@@ -56,7 +70,7 @@ def open_doors(prepared: Any) -> None:
         _refuse_in_whole(prepared, "optimizer.state_dict()")
         prepared.meet("optimizer.state_dict()")
         with prepared.plainly():
-            return _numbered(self, prepared.all_names, engine)
+            return _numbered(self, own_names(), engine)
 
     @names_line
     def load_state_dict(self: Optimizer, state: Mapping[str, Any]) -> None:
@@ -68,24 +82,21 @@ def open_doors(prepared: Any) -> None:
             kind.load_state_dict(self, dict(state))
             return prepared.settle_state()
         with prepared.plainly():
-            return put(engine.state, self, *_named(state, prepared.all_names))
+            return put(engine.state, self, *_named(state, own_names()))
 
     # schedule-free optimizers have other weights in each mode
     for name in ("train", "eval") if has_mode(optimizer) else ():
-        vars(optimizer)[name] = _switching(prepared, getattr(kind, name))
+        vars(optimizer)[name] = _switching(prepared, optimizer, getattr(kind, name))
     for door in (step, zero_grad, add_param_group, state_dict, load_state_dict):
         vars(optimizer)[door.__name__] = types.MethodType(door, optimizer)
-    vars(prepared.model)["zero_grad"] = types.MethodType(
-        lambda module, set_to_none=True: prepared._discard(), prepared.model
-    )
 
 
-def _switching(prepared: Any, change: Callable[[Optimizer], Any]) -> Callable[[], Any]:
+def _switching(prepared: Any, optimizer: Optimizer, change: Callable[[Optimizer], Any]) -> Callable[[], Any]:
     """Returns a function that switches the optimizer's mode by `change`, on this rank's pieces as a step is taken."""
 
     @names_line
     def switched() -> Any:
-        engine, optimizer = prepared.held_in_pieces, prepared.optimizer
+        engine = prepared.held_in_pieces
         if engine is None:
             return change(optimizer)
         _refuse_in_whole(prepared, f"optimizer.{change.__name__}()")
@@ -158,7 +169,17 @@ def put(
     state: RankState, optimizer: Optimizer, states: States, options: list[dict[str, Any]] | None = None,
     rest: Mapping[Any, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Put whole state, given by parameter, into an optimizer that holds this rank's pieces. Nothing is sent."""
+    """Put whole state, given by parameter, into an optimizer that holds this rank's pieces. Nothing is sent.
+
+    options     of each group; None: as they are
+    rest        state of no parameter
+    """
+    members = members_of(optimizer)
+    if len(members) > 1:
+        rest = rest or {}
+        for one in members:  # of what belongs to no parameter, each goes on with what it has had
+            put(state, one, states, options, {key: value for key, value in rest.items() if key in one.state})
+        return
     names = {id(slot.master): (slot.name, slot.whole) for slot in state.technique.slots}
     # owners hold whole masters, which the optimizer's groups list in place of the slots' pieces
     if state.owners is not None:

@@ -9,8 +9,8 @@
     ranks' pieces --gather--> stand-ins in the modules' places --the script--> compared, each rank takes its pieces
 
 Outside of it, what is computed of a weight beside the forward (a penalty, a norm, `average.lerp_(p, 0.1)`, a method
-that reads one) is of the whole weight, gathered for it; a write, and what gives a hold on its memory (p.data,
-p.detach(), a view), raises with this line as the remedy.
+that reads one, `p.data.norm()`) is of the whole weight, gathered for it; a write, into a view too (`read_views`),
+raises with this line as the remedy.
 
 What this does not do: run the model's forward inside, or find out which tensors the script has no use for.
 """
@@ -37,7 +37,9 @@ from shardwise.part import with_summed_gradient
 from shardwise.part.pairs import as_pairs
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.gradient_arrivals import techniques_of
-from shardwise.scripts.guard import OUTSIDE, READ, mark_like, reads_values, units_parameters, writes_into
+from shardwise.scripts.guard import OUTSIDE, mark_like, reads_values, units_parameters, writes_into
+from shardwise.scripts.joint_optimizer import holds, members_of
+from shardwise.scripts.read_views import memory_of, views_of
 from shardwise.scripts.script_lines import names_line, refuse
 from shardwise.scripts.script_weights import OfPieces, assign
 from shardwise.scripts.stepping import Stepping
@@ -153,33 +155,33 @@ class WholeWeights:
         # a gathered copy would take the write, and be dropped
         if name == "__set__" or any(id(one) in self.names for one in tensors_in(target)):
             raise RefusedPlan(OUTSIDE.format(attribute or name))
-        # these give a hold on the weight's memory, and would give one on a copy's
-        if attribute == "data" or name == "detach":
-            raise RefusedPlan(READ.format(attribute or name))
-        return self._computed(func, args, kwargs)
+        return self._computed(func, args, kwargs, detached=attribute == "data" or name == "detach")
 
-    def _computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns `func` of whole weights in place of pieces; `RefusedPlan` for a view, which would be of a copy."""
-        self._script.meet("a weight that is read outside of its unit's forward")
+    def _computed(self, func: Any, args: tuple, kwargs: dict, *, detached: bool) -> Any:
+        """Returns `func` of whole weights in place of pieces; a view of one is a view of a copy (`ReadView`).
+
+        detached    `func` gives the weight's memory without its gradient (p.data, p.detach())
+        """
+        script = self._script
+        script.meet("a weight that is read outside of its unit's forward")
         copies = set[int]()
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
             # not a piece of a parameter: a buffer, or a tensor of the script's
             if id(tensor) not in self.names:
                 return tensor
-            if torch.is_grad_enabled() and tensor.requires_grad:
+            if torch.is_grad_enabled() and tensor.requires_grad and not detached:
                 return self.in_graph(tensor)  # into whose views nothing could be written in one process either
             value = self.value(self.names[id(tensor)])
-            copies.add(value.untyped_storage()._cdata)
+            copies.add(memory_of(value))
             return value
 
         args, kwargs = replaced(torch.Tensor, whole, (args, kwargs))
         made = func(*args, **kwargs)
-        views = any(one.untyped_storage()._cdata in copies for one in tensors_in(made))
-        if views and self._script.calls.is_outside:
-            # a view of a whole weight would be a view of a copy: writing into it would be lost
-            raise RefusedPlan(READ.format(getattr(func, "__name__", func)))
-        return made
+        if not (script.calls.is_outside or detached):
+            return made
+        version, of_script = script.weights_version, self._prepared
+        return views_of(made, lambda: getattr(of_script(), "weights_version", version) == version, copies)
 
     def _standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._standing.get(self.names.get(id(tensor), ""), tensor)
@@ -344,13 +346,13 @@ class WholeWeights:
         self._groups = [group["params"] for group in optimizer.param_groups]
         for group, names in zip(optimizer.param_groups, script.all_names, strict=True):
             group["params"] = [seen[name] for name in names]
-        self._own_state: Any = optimizer.state
+        self._own_states: list[Any] = [one.state for one in members_of(optimizer)]
         # the optimizer's state was not asked for, and stays where it is
-        if self.asked[1]:
+        for one in members_of(optimizer) if self.asked[1] else ():
             with script._gate.open():
-                rest = {key: value for key, value in self._own_state.items() if not isinstance(key, torch.Tensor)}
-            whole = {seen[name]: dict(state) for name, state in states.items() if state}
-            optimizer.state = defaultdict(dict, {**whole, **rest})
+                rest = {key: value for key, value in one.state.items() if not isinstance(key, torch.Tensor)}
+            mine = [(seen[name], state) for name, state in states.items() if state and holds(one, seen[name])]
+            one.state = defaultdict(dict, {**{param: dict(state) for param, state in mine}, **rest})
         # gradients that were not asked for are told by the stand-in, which raises when they are read
         for name, standing in self._standing.items():
             _GRAD.__set__(standing, self._gradients.get(name))
@@ -365,7 +367,10 @@ class WholeWeights:
             standing = self._seen[self.names[id(param)]]
             if held.get(leaf) is standing:  # what stands there else is found by those who look after modules
                 held[leaf] = param.requires_grad_(standing.requires_grad)
-        states, optimizer.state = optimizer.state, self._own_state
+        states: dict[Any, Any] = {}
+        for one, own_state in zip(members_of(optimizer), self._own_states, strict=True):
+            states |= one.state if self.asked[1] else {}
+            one.state = own_state
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = params
         script._watch_pieces()

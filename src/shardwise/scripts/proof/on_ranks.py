@@ -66,10 +66,17 @@ class RankSide:
             record.states_known = False
 
 
+def watched(loader: Any, recorder: ScriptRecorder | None) -> ScriptRecorder | None:
+    """Returns the recorder of a loader that is trained on, whose epochs a proof shortens as in one process."""
+    if recorder is not None:
+        shortened(loader, recorder)
+    return recorder
+
+
 def side_of(prepared: OverRanks, loader: Any, recorder: ScriptRecorder | None) -> RankSide | None:
     """Returns the recorder of a model that is being prepared, whose loader it shortens; None outside of a proof."""
     if recorder is None:
         return None
-    shortened(loader, recorder)
+    watched(loader, recorder)
     recorder.raise_eps(prepared.optimizer)
     return RankSide(prepared, recorder)

@@ -85,6 +85,7 @@ class Plain:
         unpacks: int = 3,
     ) -> None:  # fmt: skip
         self.plan, self.optimizer, self._recorder, self._unpacks = plan, optimizer, recorder, unpacks
+        self._optimizers: list[Optimizer] = []  # one, or several of one model
         self.model = as_one(model)
         self.loader = loader if isinstance(loader, PlainLoader) else PlainLoader(loader, recorder, dim)
         self.loss = torch.tensor(float("nan"))
@@ -96,7 +97,7 @@ class Plain:
         nudge(self.model.parameters(), recorder.job)
         trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self.number = recorder.add(self, _tensors_of(self.model), trained)
-        self._hook(optimizer)
+        self._take(optimizer)
         for module in self.model.modules():  # a method beside forward (a decode) calls those inside alone
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 module.register_forward_pre_hook(self._sees_forward)
@@ -145,7 +146,7 @@ class Plain:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Returns the norm of all gradients, clipped by torch's own function."""
         self._divide()
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = [param for group in self._groups() for param in group["params"]]
         norm = nn.utils.clip_grad_norm_(params, max_norm)
         self.grad_norm = float(norm)
         return norm
@@ -208,7 +209,7 @@ class Plain:
     def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns `optimizer` itself, which is recorded from here on."""
         self.optimizer = optimizer
-        self._hook(optimizer)
+        self._take(optimizer)
         return optimizer
 
     def save(self, folder: str | Path, **fields: Any) -> Path:
@@ -217,8 +218,9 @@ class Plain:
         path = Path(folder) / f"step-{len(self._recorder.record.steps):08d}"
         path.mkdir(parents=True, exist_ok=True)
         torch.save(
-            {"model": self.state_dict(), "optimizer": self.optimizer.state_dict(), "fields": fields}, path / "all"
-        )
+            {"model": self.state_dict(), "optimizers": [one.state_dict() for one in self._optimizers],
+             "fields": fields}, path / "all"
+        )  # fmt: skip
         return path
 
     # --- what is recorded
@@ -226,6 +228,15 @@ class Plain:
     def _sees_forward(self, module: nn.Module, args: tuple) -> None:
         if not torch.is_grad_enabled() and not self.model.training:
             self._recorder.met("an evaluation")
+
+    def _take(self, optimizer: Any) -> None:
+        """Have the steps of the script's optimizer recorded; of each, where it is a tuple or list of them."""
+        self._optimizers = [*optimizer] if isinstance(optimizer, tuple | list) else [optimizer]
+        for one in self._optimizers:
+            self._hook(one)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._optimizers for group in one.param_groups]
 
     def _hook(self, optimizer: Optimizer) -> None:
         """Have each step of the optimizer recorded."""
@@ -242,7 +253,8 @@ class Plain:
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Returns the result of the optimizer's own step (`inner`), recorded with gradients and weights."""
         recorder = self._recorder
-        recorder.raise_eps(self.optimizer)
+        for one in self._optimizers:
+            recorder.raise_eps(one)
         if closure is not None:
             result = inner(closure)  # the gradients of its last call
             recorder.before(self.number, self._gradients())
@@ -252,8 +264,9 @@ class Plain:
             result = inner()
         self._calls = 0
         named = dict(self.model.named_parameters())
-        states = [(name, self.optimizer.state.get(param, {})) for name, param in named.items()]
-        recorder.after(self.number, named.items(), self.model.named_buffers(), states, self.optimizer.param_groups)
+        states = [(name, one.state[param]) for name, param in named.items() for one in self._optimizers
+                  if param in one.state]  # fmt: skip
+        recorder.after(self.number, named.items(), self.model.named_buffers(), states, self._groups())
         return result
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
