@@ -24,7 +24,7 @@ from shardwise.tiers import activations, places, scratch, stores
 LAYOUTS = {
     "single": 1, "dp_replicate=2": 2, "dp_shard=2,zero=1": 2, "dp_shard=2,zero=2": 2, "dp_shard=2,zero=3": 2, "tp=2": 2,
     "tp=2,sp=true": 2, "cp=2": 2, "cp_ulysses=2": 2, "pp=2": 2, "pp=2,schedule=zbh1": 2,
-    "pp=2,schedule=interleaved1f1b,stages_per_rank=2": 2, "deterministic=true,dp_shard=2": 2,
+    "pp=2,schedule=interleaved1f1b,stages_per_rank=2,microbatches=2": 2, "deterministic=true,dp_shard=2": 2,
     "tp=2,dp_shard=2,zero=3": 4, "cp=2,tp=2": 4, "pp=2,dp_shard=2,zero=3": 4,
 }  # fmt: skip
 TIERS = ["activations:disk", "activations", "activations:host:0.5|activations:disk:0.5", "activations:disk:0.5"]
