@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 from mutations.plant import Bug, BuggyPool
@@ -89,7 +90,8 @@ def test_planted_bugs_are_caught(bug: str, pool: RankPool) -> None:
     assert not parity.parity and parity.refused is None
 
 
-def evaluated(plan: str) -> tuple[float, float]:
+def evaluated(plan: str) -> tuple[Any, ...]:
+    """What is told of nine samples, and of four in three micro-batches, after two steps."""
     from mixing_tasks import several
 
     task = several()
@@ -97,10 +99,14 @@ def evaluated(plan: str) -> tuple[float, float]:
     engine = parallelize(task, plan)
     for step in range(2):
         engine.step(task.batch(step))
-    return engine.evaluate([task.batch(2), task.batch(3)])
+    few = {name: value[:4] for name, value in task.batch(3).items()}
+    outputs = [output.tolist() for output in engine.predict([task.batch(2), few]) if output is not None]
+    return engine.evaluate([task.batch(2), few]), outputs
 
 
 def test_evaluation_is_one_process(pool: RankPool) -> None:
-    (alone,) = pool.run(evaluated, 1, "precision=fp64")
-    for ranks in pool.run(evaluated, 2, "dp_shard=2,zero=3,precision=fp64"):
-        assert ranks == pytest.approx(alone, rel=1e-12)
+    ((numbers, outputs),) = pool.run(evaluated, 1, "precision=fp64,accumulate=3")
+    first, *others = pool.run(evaluated, 4, "dp_shard=4,zero=3,precision=fp64,accumulate=3")
+    assert [told for told, _ in (first, *others)] == [pytest.approx(numbers, rel=1e-12)] * 4
+    for mine, alone in zip(first[1], outputs, strict=True):
+        assert mine == [pytest.approx(row, rel=1e-12) for row in alone]

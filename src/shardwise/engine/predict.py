@@ -59,6 +59,7 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
     """
     forward = state.forward
     set_training(state.module, False)
+    state.phase.samples = part.count
     try:
         output = forward.output(forward.to_device(part.batch))
         # the last stage alone has the model's output

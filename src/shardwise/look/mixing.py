@@ -51,17 +51,29 @@ def modules_around(mixed: MixesSamples, tried: Collection[str]) -> list[str]:
     return list(paths)
 
 
-def install(module: nn.Module, mixers: Mapping[str, Learnt | None], axis: Axis, phase: Phase) -> None:
-    """Have modules run on the samples of all ranks of the axis. `mixers`: by path, what another look has learnt."""
+def install(
+    module: nn.Module, mixers: Mapping[str, Learnt | None], axis: Axis, phase: Phase, *, always: bool = True
+) -> None:
+    """Have modules run on the samples of all ranks of the axis.
+
+    mixers  by path, what another look has learnt
+    always  in evaluation too
+    """
     for path, learnt in mixers.items():
         child = module.get_submodule(path)
-        child.forward = OnAllSamples(child, axis, phase, learnt)
+        child.forward = OnAllSamples(child, axis, phase, learnt, always=always)
 
 
 def refuse_mixed(module: nn.Module) -> None:
     """Raises `Untried` where modules run on all samples: a part's gradients lie in the others' losses too."""
-    if any(isinstance(child.forward, OnAllSamples) for child in module.modules()):
+    if mixers_of(module):
         raise Untried("modules of it mix samples, and run on those of all ranks")
+
+
+def mixers_of(module: nn.Module) -> dict[str, OnAllSamples]:
+    """Returns {path: what stands for its forward} of the modules that run on all samples."""
+    named = ((path, getattr(child, "forward", None)) for path, child in module.named_modules())
+    return {path: forward for path, forward in named if isinstance(forward, OnAllSamples)}
 
 
 def told_mixing(paths: Sequence[str], ranks: int) -> str:
@@ -75,8 +87,7 @@ def told_mixing(paths: Sequence[str], ranks: int) -> str:
 
 def drawn_in(module: nn.Module, draws: Iterable[Drawn]) -> list[str]:
     """Returns [the problem] of a module that mixes samples and draws random numbers: ranks would draw others; or []."""
-    mixing = [path for path, child in module.named_modules() if isinstance(child.forward, OnAllSamples)]
-    inside = [path for draw in draws for path in mixing if f"{draw.path}.".startswith(f"{path}.")]
+    inside = [path for draw in draws for path in mixers_of(module) if f"{draw.path}.".startswith(f"{path}.")]
     return inside[:1] and [
         f"'{inside[0]}' mixes the samples of a micro-batch and draws random numbers, of which each rank would have its "
         'own: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
@@ -134,7 +145,7 @@ def _mixes(whole: list, *parts: list) -> bool:
 @contextmanager
 def known_rows(module: nn.Module, aside: Callable[[], AbstractContextManager]) -> Iterator[None]:
     """Context of a look: modules that run on all samples do so without ranks. `aside`: of calls that do not count."""
-    mixers = [child.forward for child in module.modules() if isinstance(child.forward, OnAllSamples)]
+    mixers = mixers_of(module).values()
     for mixer in mixers:
         mixer.looking = _KnownRows(mixer, aside)
     try:
@@ -154,6 +165,8 @@ class _KnownRows:
 
     def __call__(self, args: tuple, kwargs: dict) -> Any:
         """Returns what the module gives for these rows: of a part those that it gives for all rows of the whole."""
+        if self.mixer.is_own:
+            return self.mixer.forward(*args, **kwargs)
         leaves, _ = tree_flatten((args, kwargs))
         for call in self._wholes:
             whole, _ = tree_flatten(call)

@@ -41,11 +41,14 @@ class OnAllSamples:
     learnt   of each leaf of the arguments, and of the results: how many rows it has for each of the first argument's; 0
              for one that has as many whatever the samples. None until a look has learnt them
     looking  what runs the module instead, while it is looked at
+    always   in evaluation too; else its forward is then a rank's own, which others need not run (a script's)
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, phase: Phase, learnt: Learnt | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, axis: Axis, phase: Phase, learnt: Learnt | None = None, *, always: bool = True
+    ) -> None:
         self.module, self.forward, self.axis, self.phase = module, module.forward, axis, phase
-        self.learnt = learnt
+        self.learnt, self.always = learnt, always
         self.looking: Callable[[tuple, dict], Any] | None = None
 
     def __deepcopy__(self, copied: dict[int, Any]) -> Callable[..., Any]:
@@ -57,7 +60,7 @@ class OnAllSamples:
         if self.looking is not None:
             return self.looking(args, kwargs)
         # of samples that every rank has, each computes all anyway
-        if self.axis.size == 1 or self.phase.same:
+        if self.axis.size == 1 or self.phase.same or self.is_own:
             return self.forward(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         rows = rows_of(leaves)
@@ -82,6 +85,11 @@ class OnAllSamples:
         # a stand-in's rows count nothing: any will do
         first = 0 if self.phase.stand_in else sum(counts[: self.axis.index])
         return tree_unflatten(rows_from(results, times, first, rows), spec)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this forward is of the rank's own samples alone."""
+        return not self.always and not self.module.training
 
     def _whole(self, leaf: torch.Tensor, times: int, counts: Sequence[int]) -> torch.Tensor:
         """Returns the rows of all ranks, `times` for each that `counts` counts. Collective in backward too."""

@@ -20,7 +20,15 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, first_line
 from shardwise.host import put, read
 from shardwise.look.first_samples import Findings, gently, look, refusing_writes
-from shardwise.look.mixing import MixesSamples, install, modules_around, refuse_mixed, told_mixing
+from shardwise.look.mixing import (
+    MixesSamples,
+    install,
+    mixers_of,
+    modules_around,
+    modules_that_mix,
+    refuse_mixed,
+    told_mixing,
+)
 from shardwise.look.one_process import needs_gradients
 from shardwise.look.task_look import may_mix
 from shardwise.look.watched_run import Runner, Seen, TakesGradients, WritesWeights
@@ -128,26 +136,15 @@ def look_at_model(
         alone = [(places.cut(batch, at, at + 1), 1) for at in range(n)]
         return own[0].differ(own[1], of_copy, batches[0], alone, asked) if own is not None else None
 
-    def found() -> Findings:
-        """Returns what a look finds; modules that mix samples run on all of them from there on."""
-        mixing: list[str] = []
-        while True:
-            try:
-                findings = look(
-                    engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
-                    dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
-                    again=again, joins=False, mixes=may_mix(engine.state),
-                )  # fmt: skip
-            except MixesSamples as mixed:
-                more = modules_around(mixed, mixing)
-                install(engine.module, dict.fromkeys(more), engine.mesh.data, engine.state.phase)
-                mixing += more
-                continue
-            findings.notices += [told_mixing(mixing, engine.mesh.data.size)] if mixing else []
-            return findings
+    def look_once() -> Findings:
+        return look(
+            engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
+            dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
+            again=again, joins=False, mixes=may_mix(engine.state),
+        )  # fmt: skip
 
     try:
-        findings = found()
+        findings = _on_all_samples(engine, look_once, evaluate, batches)
     except WritesWeights as written:
         raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None
     except TakesGradients:
@@ -166,6 +163,38 @@ def look_at_model(
     if findings.reentrant:  # such checkpoints bring a parameter's gradient in several parts
         engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, made.dims, places.turned, findings.dims)
+
+
+def _on_all_samples(
+    engine: Engine, look_once: Callable[[], Findings], evaluate: Callable[[Any], Loss], batches: list[Any]
+) -> Findings:
+    """Returns what a look finds once modules that mix samples run on those of all ranks, in training.
+
+    An evaluation is a rank's own, which others may not come to: raises `RefusedPlan` for one that mixes there too.
+    """
+    before = mixers_of(engine.module)  # of another way into the model
+    while True:
+        try:
+            findings = look_once()
+            break
+        except MixesSamples as mixed:
+            paths = modules_around(mixed, mixers_of(engine.module))
+            install(engine.module, dict.fromkeys(paths), engine.mesh.data, engine.state.phase, always=False)
+    mixing = [path for path in mixers_of(engine.module) if path not in before]
+    if not mixing:
+        return findings
+    training = {child: child.training for child in engine.module.modules()}
+    seen = Seen(engine.module.eval())
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), seen.watching():
+            also = modules_that_mix(engine.module, Runner(engine.module, evaluate, seen), batches[0], batches[1:])
+    finally:
+        for child, was in training.items():
+            child.training = was
+    if also:
+        raise RefusedPlan(f"'{also[0]}' mixes the samples of a batch, in evaluation too")
+    findings.notices.append(told_mixing(mixing, engine.mesh.data.size))
+    return findings
 
 
 def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> None:

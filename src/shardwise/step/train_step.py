@@ -317,6 +317,7 @@ def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, flo
     try:
         for parts in steps:
             for part in parts:
+                state.phase.samples = part.count
                 tally.add(state.forward(part), part.count, {})
     finally:
         set_training(state.module, True)
