@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import Plan, verify
 from shardwise.proof.outcome import FLOAT64_BARS, Parity
+from shardwise.proof.parity import _in_own_precision
+from shardwise.proof.settings import Settings
 from shardwise.proof.thorough import OddTask, _extents, _thirds, add_precision, prove_thirds
 from shardwise.ranks import RankPool
 from shardwise.step.batching import samples_in
@@ -66,8 +68,8 @@ def test_what_a_layout_rounds_in_between_is_found_in_the_precision_of_the_plan(p
     """The proof in float64 widens casts, so that what is sent in bf16 and read in fp32 looks as it was."""
     bug = Bug("", "shardwise.parallel.sequence.ring_plan:from_axis", "tensor.contiguous())",
               "tensor.bfloat16().to(tensor.dtype).contiguous())", DECODER, "cp=2")  # fmt: skip
-    parity = verify(DECODER, "cp=2", thorough=True, pool=BuggyPool(pool, bug), timeout_s=100)
-    assert parity.equal and parity.further[0].equal and not parity.further[1].equal, parity.text()
+    own = _in_own_precision(DECODER, Plan(cp=2), Settings(2, 0, 1), BuggyPool(pool, bug), 100)
+    assert not own.equal and own.precision == "fp32", own.text()
 
 
 def test_a_precision_in_which_nothing_can_be_told_leaves_no_doubt() -> None:
