@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.look.one_process import Untried
-from shardwise.parallel.on_all_samples import Learnt, OnAllSamples, rows_from, rows_of
+from shardwise.parallel.on_all_samples import Learnt, OnAllSamples, factors, rows_from, rows_of
 from shardwise.parallel.slots import Phase
 from shardwise.part import plain
 from shardwise.random import Drawn
@@ -184,15 +184,17 @@ class _KnownRows:
 
     def _part(self, whole: tuple[tuple, dict], part: tuple[tuple, dict], given: list[int], first: int) -> Any:
         """Returns the part's rows of what the module gives for the whole, and leaves it as that does."""
-        state = ModuleState(self.mixer.module)
-        try:  # for the sizes of what it gives alone
-            with self.aside():
-                of_part = tree_flatten(self.mixer.forward(*part[0], **part[1]))[0]
-        finally:
-            state.restore()
         results, spec = tree_flatten(self.mixer.forward(*whole[0], **whole[1]))
         rows, of = rows_of(tree_flatten(part)[0]), rows_of(tree_flatten(whole)[0])
-        made = _learnt(results, of_part, of, rows)
+        state, of_part = ModuleState(self.mixer.module), None
+        # for the sizes of what it gives alone; as few samples may be too few for it (batch norm of one)
+        with suppress(ValueError, RuntimeError, IndexError), self.aside():
+            of_part = tree_flatten(self.mixer.forward(*part[0], **part[1]))[0]
+        state.restore()
+        if of_part is not None:
+            made = _learnt(results, of_part, of, rows)
+        else:
+            made = [*factors(self.mixer.learnt and self.mixer.learnt[1], results, of)]
         self.mixer.learnt = given, made
         return tree_unflatten(rows_from(results, made, first, rows), spec)
 

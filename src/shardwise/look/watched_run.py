@@ -261,9 +261,11 @@ class Seen(TorchDispatchMode):
     def aside(self) -> Iterator[None]:
         """Context: what runs inside is not counted among a forward's calls."""
         counted = dict(self.calls[-1]) if self.calls else {}
-        yield
-        if self.calls:
-            self.calls[-1] = counted
+        try:
+            yield
+        finally:
+            if self.calls:
+                self.calls[-1] = counted
 
     @contextmanager
     def noting_writes(self) -> Iterator[None]:
