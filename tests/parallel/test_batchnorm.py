@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from shardwise import Plan, parallelize
 from shardwise.comm import Axis
-from shardwise.look.first_samples import _norms_differ
+from shardwise.look.kept_statistics import norms_differ
 from shardwise.parallel.batchnorm import synced_batch_norm
 from shardwise.parallel.slots import Phase
 from shardwise.proof.parity import verify
@@ -108,7 +108,7 @@ def test_batch_norms_over_groups_of_samples_are_told() -> None:
     one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
 
     def problem(*runs: list[int]) -> tuple[list[str], list[nn.Module]]:
-        return _norms_differ(*[[(one, rows) for rows in run] + [(other, sum(run))] for run in runs])
+        return norms_differ(*[[(one, rows) for rows in run] + [(other, sum(run))] for run in runs])
 
     assert problem([5], [2], [3]) == problem([], [], []) == ([], [])
     told, norms = problem([3, 2], [2], [3])

@@ -9,6 +9,7 @@ import pytest
 from mutations.plant import Bug, BuggyPool
 
 from shardwise import parallelize, verify
+from shardwise.errors import RefusedPlan
 from shardwise.ranks import RankPool
 
 MIXING = [
@@ -64,6 +65,7 @@ def test_a_buffer_that_is_set_anew_beside_cut_weights_may_be_given_back(pool: Ra
     [
         ("noisy", "dp_replicate=2", "'module' mixes the samples of a micro-batch and draws random numbers"),
         ("all_of_it", "dp_replicate=2", "the loss does not add up over samples"),
+        ("own_norm_of_some", "dp_replicate=2", "by other means than batch norm"),
         ("queue", "pp=2,dp_replicate=2", "by other means than batch norm"),
         ("queue", "dp_shard=2,deterministic=true", "by other means than batch norm"),
     ],
@@ -110,3 +112,21 @@ def test_evaluation_is_one_process(pool: RankPool) -> None:
     assert [told for told, _ in (first, *others)] == [pytest.approx(numbers, rel=1e-12)] * 4
     for mine, alone in zip(first[1], outputs, strict=True):
         assert mine == [pytest.approx(row, rel=1e-12) for row in alone]
+
+
+def evaluated_otherwise() -> str:
+    from mixing_tasks import other_in_evaluation
+
+    task = other_in_evaluation()
+    assert task.batch is not None
+    engine = parallelize(task, "dp_replicate=2")
+    try:
+        engine.evaluate([task.batch(0)])
+    except RefusedPlan as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_rows_of_results_that_no_look_has_seen_are_not_guessed(pool: RankPool) -> None:
+    for told in pool.run(evaluated_otherwise, 2):
+        assert "first dims of [9, 18] for 9 rows" in told and "makes [9] of them" in told

@@ -171,6 +171,14 @@ class Codes(nn.Module):
         return x + (made - x).detach(), index, F.mse_loss(made.detach(), x)
 
 
+class OtherInEvaluation(nn.Module):
+    """Subtracts the mean of the batch; in evaluation it gives a table of twice as many rows beside."""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        centred = x - x.mean(0)
+        return centred if self.training else (centred, x.new_zeros(2 * len(x), 3))
+
+
 class Quantised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -221,6 +229,10 @@ def chosen() -> Task:
     return _task(lambda: Between(Chosen()))
 
 
+def own_norm_of_some() -> Task:
+    return own_norm().with_(branches="per_sample")
+
+
 def across_samples() -> Task:
     return _task(lambda: Between(AcrossSamples()))
 
@@ -235,6 +247,10 @@ def queue() -> Task:
 
 def set_by_first() -> Task:
     return _task(lambda: Between(SetByFirst()))
+
+
+def other_in_evaluation() -> Task:
+    return _task(lambda: Between(OtherInEvaluation()))
 
 
 def noisy() -> Task:

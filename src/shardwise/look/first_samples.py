@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import RefusedPlan
 from shardwise.look.added_up import added_up, against, bar_of, finite, number_apart
-from shardwise.look.in_float64 import Again
-from shardwise.look.kept_statistics import Values, differing, statistics_differ
+from shardwise.look.in_float64 import Again, choices
+from shardwise.look.kept_statistics import Values, differing, norms_differ, statistics_differ
 from shardwise.look.mixing import MixesSamples, drawn_in, modules_that_mix, owners_of
-from shardwise.look.one_process import Untried, needs_gradients
+from shardwise.look.one_process import needs_gradients
 from shardwise.look.samples import repeated
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
 from shardwise.parallel.batchnorm import batch_norm_modules
@@ -192,7 +192,7 @@ class _Look:
             # Collective: called by every rank, though a rank asks only where nothing else differs.
             backwards = [] if seen.reads_values else self.run.own_backwards
             asked = bool(seen.reads_values or backwards) and not self.problems
-            refused, notices = _choices(self.again, seen.repeats(self.sizes), asked, backwards)
+            refused, notices = choices(self.again, seen.repeats(self.sizes), asked, backwards)
             self.problems += self.share(refused)
             findings.notices += self.share(notices)
         findings.into_arguments = sorted(seen.into_arguments.paths)
@@ -247,7 +247,7 @@ class _Look:
 
     def _compare_norms(self, *runs: list[tuple[nn.Module | None, int]]) -> None:
         """Note where batch norms are taken over groups of samples, or raise `MixesSamples` of what lies around them."""
-        problems, norms = _norms_differ(*runs)
+        problems, norms = norms_differ(*runs)
         paths = {child: path for path, child in self.module.named_modules()}
         around = self.share([paths[norm].rpartition(".")[0] for norm in norms])
         problems = self.share(problems)
@@ -327,39 +327,6 @@ def refusing_writes(seen: Seen, share: Callable[[list[str]], list[str]], follows
         raise WritesWeights(names)
 
 
-def _choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> tuple[list[str], list[str]]:
-    """Returns (problems, notices) of choices that a forward makes by values of its batch, and of mixing backwards.
-
-    repeats    as `Seen.repeats` gives it
-    asked      this rank saw values read, or a backward of the user's; others may ask where this one does not
-    backwards  `Runner.own_backwards`, of a forward that reads no values
-    """
-    made = (
-        f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
-        "for all samples of a batch at once (the steps of a solver) comes out otherwise on each rank's part"
-    )
-    by = " or ".join(dict.fromkeys(backwards))
-    try:
-        differs = again(asked)
-    except Untried as why:  # told and not refused: nothing was shown
-        if backwards:
-            notice = f"whether {by} gives other gradients for a rank's part of the samples was not tried: {why}"
-            return [], [notice] if asked else []
-        notice = f"{made}, and results differ by as much (not tried in float64: {why})"
-        return [], [notice] if repeats and asked else []
-    if differs is None or not asked:
-        return [], []
-    if backwards:
-        return [f"{by} gives other gradients for a rank's part of the samples: in float64 {differs}. {_MIXED}"], []
-    return [f"{made}: in float64 {differs}. Make the choice for each sample, or one that no value decides"], []
-
-
-_MIXED = (
-    'Treat each sample by itself there (norms and counts over one, not over the batch), or declare loss_scope="model", '
-    "by which every rank runs the model on all of them"
-)
-
-
 def _draw_text(path: str, op: str) -> str:
     """Returns a random op ("aten.bernoulli_.float") and its module as text: "bernoulli_ in 'path'"."""
     return op.split(".")[1] + (f" in '{path}'" if path else "")
@@ -432,36 +399,6 @@ def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
                 "what belongs to each sample (embeddings), and compute what compares samples (logits) in the loss"
             ]
     return []
-
-
-def _norms_differ(*runs: list[tuple[nn.Module | None, int]]) -> tuple[list[str], list[nn.Module]]:
-    """Returns ([the problem], norms) of batch norms over other samples than the batch's: of ghost batches, of a few.
-
-    runs  of the whole and of two parts: (norm, how many values of a channel it was given) of each call
-    """
-    apart = []
-    for norm in dict.fromkeys(norm for run in runs for norm, _ in run):
-        whole, first, second = ([rows for caller, rows in run if caller is norm] for run in runs)
-        # n == a == b: as many for any number of samples, so they are not what is normalised over
-        same_calls = len(whole) == len(first) == len(second)
-        if not same_calls or any(
-            n not in (a + b, a) or (n == a != b) for n, a, b in zip(whole, first, second, strict=True)
-        ):
-            apart.append(norm)
-    if not apart:
-        return [], []
-    of_whole, *of_parts = ([rows for _, rows in run] for run in runs)
-    problem = (
-        f"batch norms get {_few(of_whole)} values of a channel on some samples, and "
-        f"{' and '.join(map(_few, of_parts))} on two parts of them: they are taken over groups "
-        "of samples within a batch (ghost batches), which ranks would "
-        'group otherwise: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
-    )
-    return [problem], [norm for norm in apart if norm is not None]
-
-
-def _few(rows: list[int]) -> str:
-    return ", ".join(map(str, rows[:4])) + (f" (and {len(rows) - 4} more)" if len(rows) > 4 else "") or "no"
 
 
 def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],

@@ -196,3 +196,36 @@ def _nudge(module: nn.Module) -> None:
             if param.is_floating_point() or param.is_complex():
                 signs = 1 - 2 * (torch.arange(param.numel(), device=param.device) % 2)
                 param.mul_((1 + torch.finfo(torch.float64).eps * signs.double()).view(param.shape))
+
+
+def choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> tuple[list[str], list[str]]:
+    """Returns (problems, notices) of choices that a forward makes by values of its batch, and of mixing backwards.
+
+    repeats    as `Seen.repeats` gives it
+    asked      this rank saw values read, or a backward of the user's; others may ask where this one does not
+    backwards  `Runner.own_backwards`, of a forward that reads no values
+    """
+    made = (
+        f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
+        "for all samples of a batch at once (the steps of a solver) comes out otherwise on each rank's part"
+    )
+    by = " or ".join(dict.fromkeys(backwards))
+    try:
+        differs = again(asked)
+    except Untried as why:  # told and not refused: nothing was shown
+        if backwards:
+            notice = f"whether {by} gives other gradients for a rank's part of the samples was not tried: {why}"
+            return [], [notice] if asked else []
+        notice = f"{made}, and results differ by as much (not tried in float64: {why})"
+        return [], [notice] if repeats and asked else []
+    if differs is None or not asked:
+        return [], []
+    if backwards:
+        return [f"{by} gives other gradients for a rank's part of the samples: in float64 {differs}. {_MIXED}"], []
+    return [f"{made}: in float64 {differs}. Make the choice for each sample, or one that no value decides"], []
+
+
+_MIXED = (
+    'Treat each sample by itself there (norms and counts over one, not over the batch), or declare loss_scope="model", '
+    "by which every rank runs the model on all of them"
+)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.look.one_process import Untried
-from shardwise.parallel.on_all_samples import Learnt, OnAllSamples, factors, rows_from, rows_of
+from shardwise.parallel.on_all_samples import LeafRows, Learnt, OnAllSamples, rows_from, rows_of, size_of, times_of
 from shardwise.parallel.slots import Phase
 from shardwise.part import plain
 from shardwise.random import Drawn
@@ -129,7 +129,8 @@ def _mixes(whole: list, *parts: list) -> bool:
             leaves, made = calls[number]
             rows, of_part = rows_of(arguments), rows_of(leaves)
             try:
-                given, times = _learnt(arguments, leaves), _learnt(results, made, rows, of_part)
+                given = [leaf.times for leaf in _learnt(arguments, leaves)]
+                times = [leaf.times for leaf in _learnt(results, made, rows, of_part)]
             except RefusedPlan:
                 return False
             if first + of_part > rows or not _alike(rows_from(arguments, given, first, of_part), leaves):
@@ -175,14 +176,16 @@ class _KnownRows:
                 # parts come in their order, each perhaps twice in a row
                 behind, rows = rows_of(whole) - rows_of(leaves), rows_of(leaves)
                 for first in dict.fromkeys([self._first, self._first - rows, 0, behind]):
-                    if 0 <= first <= behind and _alike(rows_from(whole, given, first, rows), leaves):
+                    if 0 <= first <= behind and _alike(
+                        rows_from(whole, [leaf.times for leaf in given], first, rows), leaves
+                    ):
                         self._first = first + rows
                         return self._part(call, (args, kwargs), given, first)
         # samples of another batch, or ones that were mixed before this module too, which the loss will show
         self._wholes.appendleft((args, kwargs))
         return self.mixer.forward(*args, **kwargs)
 
-    def _part(self, whole: tuple[tuple, dict], part: tuple[tuple, dict], given: list[int], first: int) -> Any:
+    def _part(self, whole: tuple[tuple, dict], part: tuple[tuple, dict], given: list[LeafRows], first: int) -> Any:
         """Returns the part's rows of what the module gives for the whole, and leaves it as that does."""
         results, spec = tree_flatten(self.mixer.forward(*whole[0], **whole[1]))
         rows, of = rows_of(tree_flatten(part)[0]), rows_of(tree_flatten(whole)[0])
@@ -192,14 +195,14 @@ class _KnownRows:
             of_part = tree_flatten(self.mixer.forward(*part[0], **part[1]))[0]
         state.restore()
         if of_part is not None:
-            made = _learnt(results, of_part, of, rows)
-        else:
-            made = [*factors(self.mixer.learnt and self.mixer.learnt[1], results, of)]
-        self.mixer.learnt = given, made
+            self.mixer.learnt = given, _learnt(results, of_part, of, rows)
+        elif self.mixer.learnt is None:
+            raise RefusedPlan(f"a module that mixes samples fails on {rows} of {of} rows: which are whose is not known")
+        made = times_of(self.mixer.learnt[1], results, of)
         return tree_unflatten(rows_from(results, made, first, rows), spec)
 
 
-def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: int = 0) -> list[int]:
+def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: int = 0) -> list[LeafRows]:
     """Returns how many rows each leaf has for each of a module's rows, by what it has of a whole and of a part.
 
     rows, of_part  of the whole and of the part; by default the leaves' own
@@ -209,15 +212,14 @@ def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: i
         raise RefusedPlan("a module that mixes samples takes or gives other tensors for other numbers of them")
     learnt = []
     for leaf, other in zip(whole, part, strict=True):
-        sized = isinstance(leaf, torch.Tensor) and leaf.dim() and isinstance(other, torch.Tensor) and other.dim()
-        size, small = (leaf.shape[0], other.shape[0]) if sized else (0, 0)
+        size, small = size_of(leaf), size_of(other)
         times = size // rows if size % rows == 0 else 0
         if size != small and (not times or small != times * of_part):
             raise RefusedPlan(
                 f"a module that mixes samples has a tensor of {size} rows for {rows} rows of its first argument, and "
                 f"of {small} for {of_part}: which belong to which sample is not known"
             )
-        learnt.append(times if size != small else 0)
+        learnt.append(LeafRows(times, 0) if size != small else LeafRows(0, size))
     return learnt
 
 

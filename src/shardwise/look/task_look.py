@@ -230,7 +230,9 @@ def on_all_samples(state: RankState) -> str:
 def may_mix(state: RankState) -> bool:
     """Whether modules that mix samples may run on all ranks' samples under this plan (parallel/on_all_samples)."""
     # experts of ep would be dealt each row once for every rank
-    return state.data_ranks > 1 and state.staged is None and state.experts is None and not state.plan.deterministic
+    whole = state.staged is None and state.experts is None and not state.plan.deterministic
+    # ranks that take other branches would not meet in its exchange
+    return state.data_ranks > 1 and whole and state.task.branches == "same"
 
 
 def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis, broadcast, gather_rows, gather_samples
+from shardwise.errors import RefusedPlan
 from shardwise.host import put, read
 from shardwise.parallel.slots import Phase
 from shardwise.part.crossing import on_shares
@@ -32,14 +33,22 @@ from shardwise.part.levels import Distributed
 from shardwise.part.sums import whole_gradient
 
 _TAG = "mixed samples"
-Learnt = tuple[Sequence[int], Sequence[int]]  # of arguments and results: see `OnAllSamples`
+
+
+class LeafRows(NamedTuple):
+    """A leaf of a module's arguments or results: its rows for each of the first argument's, or (0, its first dim)."""
+
+    times: int
+    size: int
+
+
+Learnt = tuple[Sequence[LeafRows], Sequence[LeafRows]]  # of arguments and of results
 
 
 class OnAllSamples:
     """Stands for the forward of a module that mixes samples.
 
-    learnt   of each leaf of the arguments, and of the results: how many rows it has for each of the first argument's; 0
-             for one that has as many whatever the samples. None until a look has learnt them
+    learnt   which leaves of arguments and results have rows of samples; None until a look has learnt it
     looking  what runs the module instead, while it is looked at
     always   in evaluation too; else its forward is then a rank's own, which others need not run (a script's)
     """
@@ -64,13 +73,14 @@ class OnAllSamples:
             return self.forward(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         rows = rows_of(leaves)
-        given, made = self.learnt or (None, None)
+        assert self.learnt is not None
+        given, made = self.learnt
         device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
         own = put([0.0 if self.phase.stand_in else float(rows)], device)
         counts = [int(n) for n in read(gather_rows(own, self.axis, _TAG).view(-1), "rows of each rank")]
         gathered = [
             self._whole(leaf, times, counts) if times else leaf
-            for leaf, times in zip(leaves, factors(given, leaves, rows), strict=True)
+            for leaf, times in zip(leaves, times_of(given, leaves, rows), strict=True)
         ]
         args, kwargs = tree_unflatten(gathered, spec)
         before = [(buffer, buffer._version) for buffer in self.module.buffers()]
@@ -81,7 +91,7 @@ class OnAllSamples:
             self.phase.same = False
         self._agree([buffer for buffer, version in before if buffer._version != version])
         results, spec = tree_flatten(output)
-        times = factors(made, results, sum(counts))
+        times = times_of(made, results, sum(counts))
         # a stand-in's rows count nothing: any will do
         first = 0 if self.phase.stand_in else sum(counts[: self.axis.index])
         return tree_unflatten(rows_from(results, times, first, rows), spec)
@@ -114,15 +124,24 @@ def rows_of(leaves: Sequence[Any]) -> int:
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
 
-def factors(learnt: Sequence[int] | None, leaves: Sequence[Any], rows: int) -> Sequence[int]:
+def size_of(leaf: Any) -> int:
+    """Returns the first dim of a tensor; 0 for a scalar, and for what is no tensor."""
+    return leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0
+
+
+def times_of(learnt: Sequence[LeafRows], leaves: Sequence[Any], rows: int) -> list[int]:
     """Returns how many rows each leaf has for each of `rows`; 0 for one that has none of its own.
 
-    By its size where a look has learnt nothing of as many leaves: in evaluation a module may give others.
+    Raises `RefusedPlan` where the leaves are not those of the look: which rows are a rank's would be a guess.
     """
-    if learnt is not None and len(learnt) == len(leaves):
-        return learnt
-    sizes = [leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in leaves]
-    return [0 if size % max(rows, 1) else size // max(rows, 1) for size in sizes]
+    sizes = [leaf.times * rows or leaf.size for leaf in learnt]
+    if sizes != [size_of(leaf) for leaf in leaves]:
+        raise RefusedPlan(
+            f"a module that mixes samples takes or gives first dims of {[size_of(leaf) for leaf in leaves]} for {rows} "
+            f"rows, where the look before the first step makes {sizes} of them: which rows belong to which sample is "
+            'not known. loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
+        )
+    return [leaf.times for leaf in learnt]
 
 
 def rows_from(leaves: Sequence[Any], times: Sequence[int], first: int, count: int) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError, first_line
@@ -104,18 +105,25 @@ def verify(
         say("verify: running both again, to find where they differ first")
         _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
     if thorough and parity.equal:
-        from shardwise.proof import thorough as room
-
-        def prove(other: Any, third: Plan) -> Parity:
-            return verify(other, third, steps=max(steps, room.STEPS), seed=seed, clip_norm=clip_norm, device=device,
-                          backend=backend, pool=pool, timeout_s=timeout_s, say=say)  # fmt: skip
-
-        room.prove_thirds(parity, task, chosen, prove)
-        # float64 widens what a layout casts in between; compiled blocks were proven in the plan's precision above
-        if parity.float64 and not chosen.compile and chosen.precision != "fp64":
-            say(f"verify: steps in {chosen.precision}")
-            room.add_precision(parity, _in_own_precision(task, chosen, settings, pool, timeout_s))
+        again = partial(verify, seed=seed, clip_norm=clip_norm, device=device, backend=backend, pool=pool,
+                        timeout_s=timeout_s, say=say)  # fmt: skip
+        _prove_thoroughly(parity, task, chosen, settings, again, pool, timeout_s, say)
     return parity
+
+
+def _prove_thoroughly(
+    parity: Parity, task: Any, plan: Plan, settings: Any, again: Callable[..., Parity], pool: Any, timeout_s: float,
+    say: Say,
+) -> None:  # fmt: skip
+    """Add to `parity` the proofs with three ranks and in the plan's own precision. again: `verify`, but for steps."""
+    from shardwise.proof import thorough
+
+    prove = partial(again, steps=max(settings.steps, thorough.STEPS))
+    thorough.prove_thirds(parity, task, plan, prove)
+    # float64 widens what a layout casts in between; compiled blocks were proven in the plan's precision before
+    if parity.float64 and not plan.compile and plan.precision != "fp64":
+        say(f"verify: steps in {plan.precision}")
+        thorough.add_precision(parity, _in_own_precision(task, plan, settings, pool, timeout_s))
 
 
 def _many(

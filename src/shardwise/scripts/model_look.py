@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -136,13 +136,11 @@ def look_at_model(
         alone = [(places.cut(batch, at, at + 1), 1) for at in range(n)]
         return own[0].differ(own[1], of_copy, batches[0], alone, asked) if own is not None else None
 
-    def look_once() -> Findings:
-        return look(
-            engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
-            dtype=engine.state.precision.compute, strict=True, masks=False, follows=True,
-            again=again, joins=False, mixes=may_mix(engine.state),
-        )  # fmt: skip
-
+    look_once = partial(
+        look, engine.module, evaluate, batches[0], (batches[1], batches[2]), sizes, joined=None,
+        dtype=engine.state.precision.compute, strict=True, masks=False, follows=True, again=again, joins=False,
+        mixes=may_mix(engine.state),
+    )  # fmt: skip
     try:
         findings = _on_all_samples(engine, look_once, evaluate, batches)
     except WritesWeights as written:
@@ -153,12 +151,7 @@ def look_at_model(
             "that zero=3 frees as its units end: use zero=2, or describe the run as a Task"
         ) from None
     except RefusedPlan as error:
-        # its message is written for a Task: put it in the words of a script
-        mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
-        told = str(error).replace("the loss does not add up over samples: its sum", mixes)
-        hint = unplaced or made.ragged() or _hint(dim)
-        told = told.partition(". Return (sum, weight)")[0] + (hint if mixes in told else "")
-        raise RefusedPlan(told if 'loss_scope="model"' in told else f"{told}; {ON_EVERY_RANK}") from None
+        raise RefusedPlan(_for_a_script(str(error), unplaced, made.ragged() or _hint(dim))) from None
     note_written(engine.module, [*findings.written, *findings.changed], findings.batch_norms)
     if findings.reentrant:  # such checkpoints bring a parameter's gradient in several parts
         engine.state.technique.expect_pieces()
@@ -215,6 +208,14 @@ def refuse_writes(module: nn.Module, args: tuple, kwargs: dict, gate: Gate) -> N
         raise RefusedPlan(WRITTEN.format(", ".join(written.names))) from None
     except TakesGradients:
         pass  # what it writes shows in the versions of weights, and in a proof
+
+
+def _for_a_script(told: str, unplaced: str, hint: str) -> str:
+    """Returns the message of a refusal, which is written for a Task, in the words of a script."""
+    mixes = _MIXES.replace("samples:", "samples, or has rows that are not one a sample:") if unplaced else _MIXES
+    told = told.replace("the loss does not add up over samples: its sum", mixes)
+    told = told.partition(". Return (sum, weight)")[0] + ((unplaced or hint) if mixes in told else "")
+    return told if 'loss_scope="model"' in told else f"{told}; {ON_EVERY_RANK}"
 
 
 def _unplaced(batch: Any, places: Places) -> str:
