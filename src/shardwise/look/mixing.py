@@ -196,9 +196,10 @@ class _KnownRows:
         state.restore()
         if of_part is not None:
             self.mixer.learnt = given, _learnt(results, of_part, of, rows)
-        elif self.mixer.learnt is None:
-            raise RefusedPlan(f"a module that mixes samples fails on {rows} of {of} rows: which are whose is not known")
-        made = times_of(self.mixer.learnt[1], results, of)
+        # for this part alone, by size: another part is large enough to learn from, or the run is refused
+        sizes = [size_of(leaf) for leaf in results]
+        by_size = [0 if size % of else size // of for size in sizes]
+        made = by_size if self.mixer.learnt is None else times_of(self.mixer.learnt[1], results, of)
         return tree_unflatten(rows_from(results, made, first, rows), spec)
 
 

@@ -73,7 +73,11 @@ class OnAllSamples:
             return self.forward(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         rows = rows_of(leaves)
-        assert self.learnt is not None
+        if self.learnt is None:
+            raise RefusedPlan(
+                "a module that mixes samples fails on as few of them as the look gave it, so that which rows of its "
+                "results belong to which sample is not known: give more samples to a rank"
+            )
         given, made = self.learnt
         device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
         own = put([0.0 if self.phase.stand_in else float(rows)], device)
