@@ -143,6 +143,12 @@ def mistakes_of_bytes(write) -> str:
     return mistakes(path)[0]
 
 
+def test_a_link_to_itself_is_told(tmp_path):
+    link = tmp_path / "a.toml"
+    link.symlink_to(link)
+    assert "cannot be read" in mistakes(link)[0]
+
+
 def test_extends_in_a_circle_is_refused(write):
     write("a.toml", 'extends = "b.toml"')
     write("b.toml", 'extends = "a.toml"')

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from shardwise.costs.memory import (
 from shardwise.costs.ops import op_seconds
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import LOSS_BYTES, SOFTWARE, STATES, as_planned, handled_bytes, software
-from shardwise.costs.wire import RankGroup, Wire
+from shardwise.costs.wire import RankGroup, Wire, _lies
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
 from shardwise.layout.timing import play
@@ -210,6 +211,21 @@ def test_a_group_that_nodes_split_unevenly_is_as_slow_as_its_fewest_ports() -> N
     assert wire.tier(RankGroup(3)) == 1, "the third of them has ranks on both sides of a border"
     assert Wire(wire.cluster, 6).tier(RankGroup(3)) == 0, "no border is met by six ranks"
     assert wire.tier(RankGroup(4, 2)) == 0 and wire.inside(RankGroup(6, 4)) == 2
+
+
+@pytest.mark.parametrize("unit", [3, 4, 8])
+def test_how_groups_lie_on_nodes_is_what_counting_all_of_them_gives(unit: int) -> None:
+    for size, stride, ranks in product((2, 3, 4, 6), (1, 2, 3, 5), (12, 24, 60)):
+        group = RankGroup(size, stride)
+        if ranks % group.span:
+            continue
+        shares = [
+            Counter((base + within + place * stride) // unit for place in range(size))
+            for base in range(0, ranks, group.span)
+            for within in range(stride)
+        ]
+        expected = all(len(share) == 1 for share in shares), min(min(share.values()) for share in shares)
+        assert _lies(group, unit, ranks) == expected, (group, ranks)
 
 
 def test_gradients_in_buckets_wait_for_their_hops_bucket_by_bucket() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mixing_tasks import WIDTH, Codes, Ghosts, OwnNorm, Queue, Spread
+from mixing_tasks import WIDTH, Codes, Ghosts, OwnNorm, Queue, Restarted, Spread
 from small_scripts import back, batches, begin, equals_one_process, made, refused_with_its_line, samples, weights_of
 from torch import nn
 
@@ -15,16 +15,28 @@ from shardwise.errors import RefusedPlan
 class Rows(nn.Module):
     """Codes of single vectors, whose loss of the batch it leaves out."""
 
-    def __init__(self) -> None:
+    def __init__(self, book: type[Codes] = Codes) -> None:
         super().__init__()
-        self.codes = Codes()
+        self.codes = book()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.codes(x[:, None])[0][:, 0]
 
 
+class Drawing(nn.Module):
+    """Dropout before and behind codes that begin anew at drawn vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.rows, self.behind = nn.Dropout(0.2), Rows(Restarted), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.rows(self.before(x)))
+
+
 MIXING = {"norm": OwnNorm, "queue": lambda: nn.Sequential(Queue(), nn.Linear(WIDTH + 1, WIDTH)), "codes": Rows,
-          "ghosts": Ghosts, "spread": lambda: nn.Sequential(Spread(), nn.Linear(WIDTH + 1, WIDTH))}  # fmt: skip
+          "ghosts": Ghosts, "drawing": Drawing,
+          "spread": lambda: nn.Sequential(Spread(), nn.Linear(WIDTH + 1, WIDTH))}  # fmt: skip
 
 
 def trained(plan: str | None, kind: str, read_by_one: bool = False) -> tuple:
@@ -50,11 +62,11 @@ def trained(plan: str | None, kind: str, read_by_one: bool = False) -> tuple:
 test_a_script_equals_one_process = equals_one_process(
     [
         (trained, "dp_replicate=2", "norm", True), (trained, "dp_shard=2,zero=3", "codes"),
-        (trained, "dp_shard=2,zero=1", "queue"),
+        (trained, "dp_shard=2,zero=1", "queue"), (trained, "dp_replicate=2", "drawing"),
     ],
     [
         (trained, "dp_shard=2,zero=3", "ghosts"), (trained, "dp_replicate=2", "codes", True),
-        (trained, "tp=2,dp_shard=2", "queue"),
+        (trained, "tp=2,dp_shard=2", "queue"), (trained, "dp_shard=2,zero=3", "drawing"),
     ],
 )  # fmt: skip
 test_a_script_is_refused_with_its_line = refused_with_its_line(

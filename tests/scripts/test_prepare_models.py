@@ -152,7 +152,9 @@ def judged(plan: str | None) -> tuple:
 def copied(plan: str | None) -> tuple:
     """A teacher that is copied after the first step, batch norm and hooks of the plan and all."""
     prepared, model, optimizer, loader = begin(plan, made(lambda: nn.Sequential(body(4), nn.Linear(4, 2))), batches(12))
+    model.saved_hooks = [1]  # a name that ends as torch's own tables of hooks do
     losses, teacher, first = [], copy.deepcopy(model), copy.deepcopy(model[0][0])
+    assert teacher.saved_hooks == [1]
     for x, y in loader:
         with torch.no_grad():
             goal = teacher.eval()(x)

@@ -141,10 +141,14 @@ class SetByFirst(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Subtracts the mean of the batch, with noise: draws and mixes."""
+    """Subtracts the mean of the batch, of which some is dropped, and adds noise to each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0) + 0.1 * torch.randn_like(x)
+        return x - self.dropout(x.mean(0)) + 0.1 * torch.randn_like(x)
 
 
 class Codes(nn.Module):
@@ -171,6 +175,19 @@ class Codes(nn.Module):
         return x + (made - x).detach(), index, F.mse_loss(made.detach(), x)
 
 
+class Restarted(Codes):
+    """A code book whose unused codes begin anew at vectors drawn from the batch."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made, index, loss = super().forward(x)
+        if self.training:
+            rows = x.detach().reshape(-1, WIDTH)
+            enough = len(rows) >= CODES
+            drawn = rows[torch.randperm(len(rows))[:CODES] if enough else torch.randint(len(rows), (CODES,))]
+            self.codes.copy_(torch.where(self.counts[:, None] < 0.1, drawn, self.codes))
+        return made, index, loss
+
+
 class OtherInEvaluation(nn.Module):
     """Subtracts the mean of the batch; in evaluation it gives a table of twice as many rows beside."""
 
@@ -180,9 +197,9 @@ class OtherInEvaluation(nn.Module):
 
 
 class Quantised(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, book: type[Codes] = Codes) -> None:
         super().__init__()
-        self.encoder, self.book, self.decoder = nn.Linear(FEATURES, WIDTH), Codes(), nn.Linear(WIDTH, FEATURES)
+        self.encoder, self.book, self.decoder = nn.Linear(FEATURES, WIDTH), book(), nn.Linear(WIDTH, FEATURES)
         self.of_codes = nn.Embedding(CODES, FEATURES)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,7 +271,7 @@ def other_in_evaluation() -> Task:
 
 
 def noisy() -> Task:
-    return _task(lambda: Between(Noisy()))
+    return _task(lambda: Between(nn.Sequential(nn.Dropout(0.2), Noisy(), nn.Dropout(0.2))))
 
 
 def all_of_it() -> Task:
@@ -278,5 +295,9 @@ def several() -> Task:
     return _task(lambda: Between(nn.Sequential(OwnNorm(), Queue(), Spread()), WIDTH + 2))
 
 
-def quantised() -> Task:
-    return _task(Quantised).with_(batch=partial(_batch, (9, 6, FEATURES)), loss=_again)
+def quantised(book: type[Codes] = Codes) -> Task:
+    return _task(lambda: Quantised(book)).with_(batch=partial(_batch, (9, 6, FEATURES)), loss=_again)
+
+
+def restarted() -> Task:
+    return quantised(Restarted)

@@ -82,7 +82,7 @@ def launch(answer: Answer, target: str, arguments: tuple[str, ...], **words: Any
     if words["ask"] and not (words["ask"] == "follow" and words["yes"]):
         answer.code = engines.ask(chosen, words["ask"], job_name(words["name"], target))
         return
-    effective, plan = _settled(target, words["plan"], words)
+    effective, plan = _settled(target, words["plan"])
     job, cluster = _job(target, arguments, effective, plan, words, chosen)
     files = engines.files_of(chosen, job)
     answer.fields.update(plan=str(plan), world_size=plan.world_size, files=files, nodes=job.nodes)
@@ -145,8 +145,12 @@ def _agreed(command: str) -> bool:
     return click.confirm(f"submit it now ({command})?", err=True)
 
 
-def _settled(target: str, plan: str | None, words: dict[str, Any]) -> tuple[Effective | None, Plan]:
-    """Returns (the configuration of what is trained, or None for a script; the plan)."""
+def _settled(target: str, plan: str | None) -> tuple[Effective | None, Plan]:
+    """Returns (the configuration of what is trained, or None for a script; the plan, checked).
+
+    Raises `UsageError` for a script without a plan, `InputError` for one that is not there, `RefusedPlan` for a plan
+    that does not run.
+    """
     from shardwise.layout import Plan, check
 
     # a script's ranks are its own affair: only --plan says how many there are

@@ -7,6 +7,7 @@ problems, one line each, so that all of them can be told at once.
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +94,7 @@ def _beside(item: Given) -> Given:
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
     """Returns a TOML file's tables, {} with a problem noted. `seen`: files that extend this one, to find a circle."""
     extended_by = f" (which {seen[-1]} extends)" if seen else ""
-    if path.resolve() in [p.resolve() for p in seen]:
+    if os.path.realpath(path) in map(os.path.realpath, seen):  # a link to itself is told below
         chain = " -> ".join(str(p) for p in (*seen, path))
         problems.append(f"{seen[-1]}: extends goes in a circle: {chain}")
         return {}

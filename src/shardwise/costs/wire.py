@@ -62,7 +62,9 @@ def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
     if group.stride % unit == 0:
         return group.size == 1, 1
     fewest = group.size
-    for first in range(0, min(max(ranks, group.span), group.span * unit), group.span):  # then the pattern repeats
+    bases = range(0, min(max(ranks, group.span), group.span * unit), group.span)  # then the pattern repeats
+    # how a group lies on units is told by where its first rank stands in one
+    for first in {(base + within) % unit for base in bases for within in range(min(group.stride, unit))}:
         there = Counter((first + place * group.stride) // unit for place in range(group.size))
         fewest = min(fewest, *there.values())
     return fewest == group.size, fewest

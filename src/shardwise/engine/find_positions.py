@@ -292,7 +292,10 @@ def _names(batch: Any) -> tuple[str, ...]:
 
 
 def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
-    """Returns the field's size along each dim that the plan's `domain` cuts; () where the batch has no field."""
+    """Returns the field's size along each dim that `domain` has a degree for; () where the batch has no field.
+
+    Of the first field that is proposed, untried. Raises `RefusedPlan` for more degrees than `Task.spatial` names dims.
+    """
     axes = {name: Axis(name, n, 0, None, tuple(range(n))) for name, n in zip(SPACE, plan.domain, strict=False)}
     for candidate in _fields(task, plan, axes, batch, samples_in(batch)):
         pairs = zip(tree_flatten(batch)[0], candidate.positions.cuts, strict=True)

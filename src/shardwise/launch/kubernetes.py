@@ -83,7 +83,12 @@ def _kept(word: str) -> str:
 
 
 def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns a JobSet's spec. A run that `goes_on` starts again after a lost node or a save, else `RESTARTS` times."""
+    """Returns a JobSet's spec. A run that is not `goes_on` is never started again.
+
+    One that is starts again after a lost node or a save, not counted, and `RESTARTS` times after other failures.
+
+    labels  of the replicated job's template; given for a TrainJob's runtime, which has the time limit itself
+    """
     rules: list[dict[str, Any]] = [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     ]

@@ -1,4 +1,4 @@
-"""What `offload=` says. A new tier (`TIERS`): also engine/tiers, tiers/, costs/offload, costs/memory, simulator/held.
+"""What `offload=` says. A new tier (`TIERS`; refuse other classes here): tiers/, engine/tiers, costs/offload, room.
 
 offload=optimizer                  all of the optimizer's state in the host's memory
 offload=optimizer:disk             in a file on a disk of the host

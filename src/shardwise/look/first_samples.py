@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.look.added_up import added_up, against, bar_of, finite, number_apart
 from shardwise.look.in_float64 import Again, choices
 from shardwise.look.kept_statistics import Values, differing, norms_differ, statistics_differ
-from shardwise.look.mixing import MixesSamples, drawn_in, modules_that_mix, owners_of
+from shardwise.look.mixing import MixesSamples, all_here, dealt_draws, modules_that_mix, owners_of
 from shardwise.look.one_process import needs_gradients
 from shardwise.look.samples import repeated
 from shardwise.look.watched_run import Evaluate, Functions, Runner, Seen, TakesGradients, WritesWeights, has_units
@@ -181,7 +182,7 @@ class _Look:
         findings, seen = self.findings, self.seen
         with torch.random.fork_rng(devices=[]), seen.watching():
             of_whole, calls, pairs, left = self._run_whole()
-            self.problems += self.share(seen.problems() + drawn_in(self.module, calls))
+            self.problems += self.share(seen.problems())
             if self.parts is None:
                 findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
             # after a problem a difference of the parts would be its echo
@@ -225,17 +226,16 @@ class _Look:
         self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs, left: Values
     ) -> tuple[Loss, Loss, str]:
         """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "")."""
-        n, _, count = self.sizes
         first, _, changed_by_first = self.run(parts[0])
-        with AllPairs(count) as pairs_of_part:
+        with AllPairs(self.sizes[2]) as pairs_of_part:
             second, part_calls, changed_by_second = self.run(parts[1])
         self.drawn += part_calls
         self._compare_norms(*self.seen.norm_calls[-3:])  # of the whole and the parts
-        self.findings.dims.learn(calls, part_calls, n, count)
+        self._learn(calls, part_calls)
         if self._anywhere(self.seen.reads_values and (calls or part_calls)):
             for level in (0.02, 0.98):  # the other sides of branches that chance decides
                 calls_at_level = self.run(self.whole, level)[1], self.run(parts[1], level)[1]
-                self.findings.dims.learn(*calls_at_level, n, count)
+                self._learn(*calls_at_level)
                 self.drawn += [*calls_at_level[0], *calls_at_level[1]]
         differ = differing(changed_by_first, changed_by_second)
         self._join(differ, left, (changed_by_first, changed_by_second))
@@ -244,6 +244,11 @@ class _Look:
             raise MixesSamples(owners_of(mixed), statistics_differ(mixed)[0])
         self.problems += statistics_differ(mixed)
         return first, second, told_pairs(pairs, pairs_of_part)
+
+    def _learn(self, calls: list[Drawn], part_calls: list[Drawn]) -> None:
+        """Note which dim counts samples in what is drawn for the whole and for the second part."""
+        n, _, count = self.sizes
+        self.findings.dims.learn(dealt_draws(self.module, calls), dealt_draws(self.module, part_calls), n, count)
 
     def _compare_norms(self, *runs: list[tuple[nn.Module | None, int]]) -> None:
         """Note where batch norms are taken over groups of samples, or raise `MixesSamples` of what lies around them."""
@@ -408,7 +413,7 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
     apart: list[tuple[str, float, float]] = []
     for order in dims.orders(n):
         dims.blocks = order
-        random = GlobalRandom(dims)
+        random = GlobalRandom(dims, all_here=partial(all_here, run.module))
         together = run.masked(whole, random, Samples(0, n, n))
         first = run.masked(parts[0], random, Samples(0, a, n))
         second = run.masked(parts[1], random, Samples(a, b, n))

@@ -85,13 +85,15 @@ def told_mixing(paths: Sequence[str], ranks: int) -> str:
     )
 
 
-def drawn_in(module: nn.Module, draws: Iterable[Drawn]) -> list[str]:
-    """Returns [the problem] of a module that mixes samples and draws random numbers: ranks would draw others; or []."""
-    inside = [path for draw in draws for path in mixers_of(module) if f"{draw.path}.".startswith(f"{path}.")]
-    return inside[:1] and [
-        f"'{inside[0]}' mixes the samples of a micro-batch and draws random numbers, of which each rank would have its "
-        'own: loss_scope="model" (of Task, of prepare) has every rank run the model on all samples'
-    ]
+def all_here(module: nn.Module) -> bool:
+    """Whether a module runs that is given the samples of all ranks."""
+    return any(mixer.phase.same for mixer in mixers_of(module).values())
+
+
+def dealt_draws(module: nn.Module, draws: Iterable[Drawn]) -> list[Drawn]:
+    """Returns the draws outside of modules that run on all samples, which draw for all of them on every rank."""
+    mixers = [f"{path}." for path in mixers_of(module)]
+    return [draw for draw in draws if not f"{draw.path}.".startswith(tuple(mixers))]
 
 
 def modules_that_mix(module: nn.Module, run: Callable[[Any], Any], whole: Any, parts: Sequence[Any]) -> list[str]:
@@ -187,12 +189,12 @@ class _KnownRows:
 
     def _part(self, whole: tuple[tuple, dict], part: tuple[tuple, dict], given: list[LeafRows], first: int) -> Any:
         """Returns the part's rows of what the module gives for the whole, and leaves it as that does."""
-        results, spec = tree_flatten(self.mixer.forward(*whole[0], **whole[1]))
+        results, spec = tree_flatten(self.mixer.run_on_all(*whole[0], **whole[1]))
         rows, of = rows_of(tree_flatten(part)[0]), rows_of(tree_flatten(whole)[0])
         state, of_part = ModuleState(self.mixer.module), None
         # for the sizes of what it gives alone; as few samples may be too few for it (batch norm of one)
         with suppress(ValueError, RuntimeError, IndexError), self.aside():
-            of_part = tree_flatten(self.mixer.forward(*part[0], **part[1]))[0]
+            of_part = tree_flatten(self.mixer.run_on_all(*part[0], **part[1]))[0]
         state.restore()
         if of_part is not None:
             self.mixer.learnt = given, _learnt(results, of_part, of, rows)

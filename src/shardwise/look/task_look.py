@@ -341,7 +341,7 @@ def follow_draws(state: RankState, findings: Findings) -> None:
     compiled block hides, and `compile` would be read and ignored.
     """
     draws = findings.draws
-    state.global_random = GlobalRandom(findings.dims, scores=findings.scores or draws is None)
+    state.global_random = GlobalRandom(findings.dims, findings.scores or draws is None, lambda: state.phase.same)
     state.watch.idle = draws == [] or (draws is None and state.plan.compile)  # which a watched step would leave out
     # none was seen, or (None) nobody looked
     if not draws:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -143,8 +144,10 @@ def _norms_differ(whole: list[Statistics], parts: list[list[Statistics]], sizes:
                 f"batch norm in '{path}' runs {times} times on {sum(sizes)} samples and {of_parts[other]} times on "
                 f"{sizes[other]} of them, {_FOR_PARTS}: {_GROUPS}"
             )
-    for at, norm in enumerate(whole):
-        if _apart(norm, [noted[at] for noted in parts], dtype):
+    # each has as many calls in every run, perhaps in another order
+    pairs = zip(*(sorted(noted, key=attrgetter("path")) for noted in (whole, *parts)), strict=True)
+    for norm, *of_each_part in pairs:
+        if _apart(norm, of_each_part, dtype):
             return norm.path, (
                 f"batch norm in '{norm.path}' puts other samples together on {sum(sizes)} samples than on "
                 f"{_joined(sizes)} of them, {_FOR_PARTS}: {_GROUPS}"

@@ -1,4 +1,4 @@
-"""ZeRO-3 by FSDP2 (made in recipe; scripts/stepping begins its micro-batches). Time: simulator/sharded, step, quick.
+"""ZeRO-3 by FSDP2 (made in recipe; see scripts/stepping). Time: simulator/sharded, cut, step, stages, quick.
 
     forward    block i: all-gather w_i . compute . free
     backward   block i: all-gather w_i . compute g_i . reduce-scatter -> g_i,r . free

@@ -11,7 +11,9 @@ ranks' gradients of x, of which each takes its rows; those of the module's weigh
 Bytes on the wire: x once forward, of all ranks; twice as much backward. Time: the module's own for all samples, on
 every rank, so it is for small modules between large ones.
 
-What this does not do: modules that draw, pipelines, deterministic=true (a rank computes single pieces).
+What it draws is drawn for all samples, alike on every rank (random/modes, scripts/sample_draws).
+
+What this does not do: pipelines, deterministic=true (a rank computes single pieces).
 """
 
 from __future__ import annotations
@@ -88,17 +90,21 @@ class OnAllSamples:
         ]
         args, kwargs = tree_unflatten(gathered, spec)
         before = [(buffer, buffer._version) for buffer in self.module.buffers()]
-        self.phase.same = True  # for batch norms inside, whose samples are all here
-        try:
-            output = self.forward(*args, **kwargs)
-        finally:
-            self.phase.same = False
+        output = self.run_on_all(*args, **kwargs)
         self._agree([buffer for buffer, version in before if buffer._version != version])
         results, spec = tree_flatten(output)
         times = times_of(made, results, sum(counts))
         # a stand-in's rows count nothing: any will do
         first = 0 if self.phase.stand_in else sum(counts[: self.axis.index])
         return tree_unflatten(rows_from(results, times, first, rows), spec)
+
+    def run_on_all(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module's forward gives for the samples of all ranks."""
+        self.phase.same = True  # for batch norms and random numbers inside, whose samples are all here
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.phase.same = False
 
     @property
     def is_own(self) -> bool:

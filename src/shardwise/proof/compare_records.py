@@ -1,4 +1,4 @@
-"""Compare two records into `Parity`: largest errors. A new number: record, rounding, narrow; its bar: outcome.
+"""Compare two records into `Parity`: largest errors. A new kind: record, oracle, rank, outcome (`KINDS`, bar); locate.
 
     error of a tensor = max|a - b| / max(max|b|, floor)      b: one process
     floor   gradient: 1e-4 of the model's largest; parameter: the learning rate; buffer: 1;

@@ -1,7 +1,8 @@
 """A run's second proof, in its own precision, by a plain loop of its own: plan keys that round are met here.
 
-    one process   a plain loop of ten SGD steps: weights in the compute dtype, made anew each step from masters;
-                  gradients added up in the plan's `reduce_dtype`; fp16 with a loss scale, and one step that overflows
+    one process   a plain loop of SGD steps, ten by default: weights in the compute dtype, made anew each step from
+                  masters; gradients added up in the plan's `reduce_dtype`; fp16 with a loss scale, and one step that
+                  overflows
     three more    the same, with every weight and input moved by one epsilon of the compute dtype in each forward
     N ranks       the engine under the plan
 
@@ -46,7 +47,6 @@ from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.random.follow_draws import HIDDEN
 from shardwise.task import Task
 
-STEPS = 10
 OVERFLOWS = 2  # the step whose gradients are made infinite, where there is a loss scale: good steps count anew
 NUDGES = 3
 ALLOWANCE = 3  # times what moving by one epsilon does
@@ -58,7 +58,7 @@ MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where mast
 
 @dataclass
 class Narrow:
-    """The outcome of ten steps in a narrow precision: of each step losses and norms, and weights in float64.
+    """The outcome of steps in a narrow precision: of each step losses and norms, and weights in float64.
 
     rate     the learning rate
     initial  weights before the first step; final ones are in `weights`, as the optimizer has them
@@ -140,17 +140,17 @@ def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callabl
             (still if moved <= STILL * max(distances.values()) else parity.unproven).append(why)
     if still:
         parity.notes.append(f"moved by rounding alone: {still[0]}" + (f" ({len(still)} such)" if still[1:] else ""))
-    if reference.skipped == STEPS:
+    if reference.skipped == settings.own_steps:
         parity.unproven.append(
-            f"all {STEPS} steps overflowed in one process in {plan.precision}, so that none was taken: use smaller "
-            "inputs or losses, or precision=bf16"
+            f"all {settings.own_steps} steps overflowed in one process in {plan.precision}, so that none was taken: "
+            "use smaller inputs or losses, or precision=bf16"
         )
     elif not any(not torch.equal(value, reference.initial[name]) for name, value in reference.weights.items()):
         parity.unproven.append("no weight moved in one process")
     parity.notes.append(
-        f"{plan.precision}, gradients summed in {str(_reduce(plan)).removeprefix('torch.')}; {STEPS} steps of SGD at "
-        f"lr {reference.rate:.2g}; errors are relative to how far a weight moved, bars {ALLOWANCE} times what one "
-        "epsilon does to one process"
+        f"{plan.precision}, gradients summed in {str(_reduce(plan)).removeprefix('torch.')}; {settings.own_steps} "
+        f"steps of SGD at lr {reference.rate:.2g}; errors are relative to how far a weight moved, bars {ALLOWANCE} "
+        "times what one epsilon does to one process"
     )
     if plan.compile and not parity.equal and verify_precision(job, plan.with_(compile=False), settings, on_ranks).equal:
         parity.notes.append(
@@ -230,7 +230,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     loss = spoiling(task.loss, lambda: now[0] == OVERFLOWS and _compute(plan) == torch.float16)
     engine = parallelize(task.with_(optimizer=partial(_sgd, rate), loss=loss), plan, **settings.of_engine)
     record = Narrow(rate)
-    for step in range(STEPS):
+    for step in range(settings.own_steps):
         now[0] = step
         with small_sizes():
             result = engine.step(global_batch(task, settings, step))
@@ -244,7 +244,7 @@ def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow
     record.weights = weights if engine.rank == 0 else {}
     # dtypes are noted in one step more, so that looking at them cannot change those that are compared
     with dtypes.watched(engine) as record.dtypes:
-        engine.step(global_batch(task, settings, STEPS))
+        engine.step(global_batch(task, settings, settings.own_steps))
     record.notices = [notice for notice in engine.notices if notice.startswith("compile leaves")]
     return record
 
@@ -280,7 +280,7 @@ def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None =
     joined = any(isinstance(child, _BatchNorm) for child in module.modules())
     record.adds_up = task.loss_scope == "sample" and not joined
     random, scale, good = GlobalRandom(BatchDims()), 0.0, 0
-    for step in range(STEPS):
+    for step in range(settings.own_steps):
         for place, (name, param) in enumerate(named):
             param.data = moved_by_epsilon(masters[name].to(compute), settings, step, place)
         batch = global_batch(task, settings, step)

@@ -59,7 +59,6 @@ def verify(
     """
     # here and below imported late: `import shardwise` does not import torch
     from shardwise.device import check_device, check_own_backend
-    from shardwise.look.samples import check_data
     from shardwise.proof.settings import Settings
 
     if steps < 1:
@@ -69,7 +68,17 @@ def verify(
     check_device(device)
     if backend is not None:
         check_own_backend(backend, "backend")
-    chosen = Plan.parse(plan)
+    settings = Settings(steps=steps, seed=seed, clip_norm=clip_norm, device=device, own_backend=backend is not None)
+    return _prove(task, Plan.parse(plan), settings, pool, timeout_s, say, shrink=shrink, thorough=thorough)
+
+
+def _prove(
+    task: Any, chosen: Plan, settings: Any, pool: Any, timeout_s: float, say: Say, *, shrink: bool = False,
+    thorough: bool = False,
+) -> Parity:  # fmt: skip
+    """Returns what `verify` does. settings: but for how many micro-batches a step has, which the plan says."""
+    from shardwise.look.samples import check_data
+
     parity = Parity(str(chosen), chosen.world_size)
     try:
         check(chosen)
@@ -84,11 +93,10 @@ def verify(
         parity.notes += small.notes
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
-    settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm, device=device,
-                        own_backend=backend is not None)  # fmt: skip
+    settings = replace(settings, accumulate=chosen.step_microbatches)
     if chosen.precision == "fp32":  # in other precisions a run casts the batch itself
         _refuse_half(resolved, settings)
-    say(f"verify: {steps} steps of {resolved.name} in one process, float64")
+    say(f"verify: {settings.steps} steps of {resolved.name} in one process, float64")
     oracle, settings = _one_process(resolved, settings, parity)
     settings = replace(settings, limits=tuple(oracle.limits))
     try:
@@ -105,21 +113,19 @@ def verify(
         say("verify: running both again, to find where they differ first")
         _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
     if thorough and parity.equal:
-        again = partial(verify, seed=seed, clip_norm=clip_norm, device=device, backend=backend, pool=pool,
-                        timeout_s=timeout_s, say=say)  # fmt: skip
-        _prove_thoroughly(parity, task, chosen, settings, again, pool, timeout_s, say)
+        _prove_thoroughly(parity, task, chosen, settings, pool, timeout_s, say)
     return parity
 
 
 def _prove_thoroughly(
-    parity: Parity, task: Any, plan: Plan, settings: Any, again: Callable[..., Parity], pool: Any, timeout_s: float,
-    say: Say,
-) -> None:  # fmt: skip
-    """Add to `parity` the proofs with three ranks and in the plan's own precision. again: `verify`, but for steps."""
+    parity: Parity, task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float, say: Say
+) -> None:
+    """Add to `parity` the proofs with three ranks and in the plan's own precision."""
     from shardwise.proof import thorough
 
-    prove = partial(again, steps=max(settings.steps, thorough.STEPS))
-    thorough.prove_thirds(parity, task, plan, prove)
+    third = replace(settings, steps=max(settings.steps, thorough.STEPS), limits=(), dtypes=False)
+    settings = replace(settings, own_steps=thorough.own_steps(plan))
+    thorough.prove_thirds(parity, task, plan, partial(_prove, settings=third, pool=pool, timeout_s=timeout_s, say=say))
     # float64 widens what a layout casts in between; compiled blocks were proven in the plan's precision before
     if parity.float64 and not plan.compile and plan.precision != "fp64":
         say(f"verify: steps in {plan.precision}")
@@ -142,7 +148,7 @@ def _many(
     enough_samples(samples, plan)
     say(f"verify: the same steps on {plan.world_size} ranks under {plan}")
     refuse(build(resolved.model, settings.seed).module, plan)  # ranks get the proof's precision, not the plan's
-    single = _single_dtypes(resolved, plan, settings, parity)
+    single = _single_dtypes(resolved, plan, settings, parity) if settings.dtypes else None
     # None: one process fails in the plan's precision, and dtypes of ranks have nothing to be held against
     own = None if single is None else plan.with_(compile=False)
     records = _on_ranks(run_rank, (task, plan, settings, own), parity, pool, timeout_s)
@@ -168,7 +174,7 @@ class _SameTask:
 
 
 def _in_own_precision(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float) -> Parity:
-    """Returns the proof of a plan in its own precision, ten steps of SGD."""
+    """Returns the proof of a plan in its own precision, steps of SGD."""
     from shardwise.proof.own_precision import verify_precision
 
     def on_ranks(function: Any, _: int, *asked: Any) -> list[Any]:

@@ -23,6 +23,8 @@ class Settings:
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float64
     batch_samples: int = 8
+    own_steps: int = 10  # in the plan's own precision (own_precision)
+    dtypes: bool = True  # of modules and messages are proven too
     nudge: int = 0  # above 0: weights and inputs move by one epsilon of the dtype, each up or down, as this seed has it
     nudge_inside: bool = False  # beside them, what each module without children returns
     device: str = "cpu"  # or the type of the accelerator, which ranks share where there are fewer

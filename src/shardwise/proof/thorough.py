@@ -8,7 +8,8 @@
 
 What goes wrong only where a sum passes a third rank, in the third step, or in a share of another size, shows here.
 
-What this does not do: more than one axis of 3 at a time; other widths of the model.
+What this does not do: more than one axis of 3 at a time; other widths of the model; dtypes of messages, which the
+first proof and the one in the plan's own precision look at.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from shardwise.task import Task
 from shardwise.task_names import resolve_task
 
 STEPS = 3
+OWN_STEPS, SCALED_STEPS = 4, 10  # in the plan's own precision; a loss scale grows after some more
 LEAST = 3  # of an extent that is made one less
 AXES = ("dp_shard", "dp_replicate", "pp", "cp", "cp_ulysses", "tp")
 Prove = Callable[[Any, Plan], Parity]
@@ -117,6 +119,11 @@ def prove_thirds(parity: Parity, task: Any, plan: Plan, prove: Prove) -> None:
                 parity.notes.append(f"not met: {_not_met(third, grid, less)}")
                 return
     parity.notes.append("not met: a third rank of any axis, since each such plan is refused")
+
+
+def own_steps(plan: Plan) -> int:
+    """Returns how many steps a proof in the plan's own precision takes: few, since one epsilon shows in each."""
+    return SCALED_STEPS if plan.precision == "fp16" else OWN_STEPS
 
 
 def add_precision(parity: Parity, own: Parity) -> None:

@@ -98,6 +98,7 @@ class ModuleWatch:
             leaves, spec = tree_flatten((args, kwargs))
             for place, leaf in self._tensors(leaves):
                 self.trace.arguments[*call, place] = SampledTensor(kept(self.whole(leaf.detach())), *samples)
+                # a view would be no parameter to the module; a parameter's gradient is compared by its name
                 if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
                     leaves[place] = leaf.view_as(leaf)  # whose gradient is that of no other reader
                     leaves[place].register_hook(self._gradient((*call, place), True, *samples))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -157,15 +157,26 @@ class GlobalRandom(TorchDispatchMode):
 
     scores      attention has dropout, which a fused kernel would draw inside
     met         a random op was answered
+    all_here    whether a module runs that is given the samples of all ranks
     one_kernel  nobody reads what is drawn: zeros, written once as one kernel on a GPU would (hashing.py)
     """
 
-    def __init__(self, dims: BatchDims, scores: bool = False):
+    def __init__(self, dims: BatchDims, scores: bool = False, all_here: Callable[[], bool] = lambda: False):
         super().__init__()
         self.dims, self.scores, self.met = dims, scores, False
         self.one_kernel = False
-        self.samples = Samples()
+        self._samples, self._all_here = Samples(), all_here
         self.paths = _Paths()
+
+    @property
+    def samples(self) -> Samples:
+        """Returns the samples for which is drawn now."""
+        total = self._samples.total
+        return Samples(0, total, total) if self._all_here() else self._samples
+
+    @samples.setter
+    def samples(self, samples: Samples) -> None:
+        self._samples = samples
 
     def begin(self, seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
         """Starts a micro-batch; `alone`: the backward of every other one is over."""

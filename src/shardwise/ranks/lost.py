@@ -85,6 +85,7 @@ def _roll_call(store: Any, world: int) -> RunError | None:
         time.sleep(_POLL_S)
         silent = [rank for rank in silent if not store.check([_key("end", rank)])]
     ends = {rank: store.get(_key("end", rank)).decode() for rank in range(world) if rank not in silent}
+    # "" is said by a rank whose collective broke by another's fault: it is there, and no cause
     failed = {rank: said for rank, said in ends.items() if said}
     # a rank that said what it raised is the cause; the silent ones may be its victims
     if failed:

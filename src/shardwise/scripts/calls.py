@@ -145,6 +145,8 @@ class Calls(Loop):
         self._script = weakref.ref(script)
         self.engine, self._meeting, self._gate, self.gathers = engine, script.meeting, script._gate, gathers
         engine.state.phase.samples = 1 if self.part is None else self.part.count
+        if self.draws is not None:
+            self.draws.phases.append(engine.state.phase)
         positions = engine.state.forward.positions
         self._door = Door(self.model, positions) if positions is not None else None
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
@@ -204,7 +206,6 @@ class Calls(Loop):
             self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
-            self.draws.alike = self.engine.state.phase.same
             # what every rank is given alike draws alike as it is: nothing is dealt over samples
             if not self.draws.alike:
                 look = self._look_now
@@ -266,7 +267,6 @@ class Calls(Loop):
         self._classes.give_back()
         if self.draws is not None:
             self.draws.leave()
-            self.draws.alike = False
         self.engine.state.phase.same = False
         output = whole(output)  # which a script's own code is given
         if self.engine.state.precision.mixed:
@@ -296,7 +296,7 @@ class Calls(Loop):
             self._classes.give_back()
             self.engine.state.phase.same = False
             if self.draws is not None:
-                self.draws.inside = self.draws.alike = False
+                self.draws.inside = False
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Let batch norm count samples once that every rank has (a GAN's fixed noise). Collective.

@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.device import current_device, generators
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
+from shardwise.parallel.slots import Phase
 from shardwise.part.rules.random import draws_of_one_process
 from shardwise.random import BatchDims
 from shardwise.scripts.script_lines import names_line
@@ -161,7 +162,7 @@ class SampleDraws(TorchFunctionMode):
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
-        self.alike = False  # the model is given the same on every rank, which draw alike; positions may be cut
+        self.phases: list[Phase] = []  # of the loop's models
         self._first = True
         self._dims = BatchDims()  # of draws that the look at the model has seen
         self._op = ""  # under way
@@ -173,6 +174,11 @@ class SampleDraws(TorchFunctionMode):
         self._all: _Operations | None = None  # follows all operations
         self.follows_all = False  # something drew that was no call of torch
         self.steps = 0  # backwards that are over
+
+    @property
+    def alike(self) -> bool:
+        """Returns whether a model, or a module that mixes samples, runs on what it is given alike on every rank."""
+        return any(phase.same for phase in self.phases)
 
     def begin(self, part: Share, *, whole: bool) -> None:
         """Deal draws over these samples from here on. `whole`: the script holds whole batches and draws for them."""
@@ -222,10 +228,12 @@ class SampleDraws(TorchFunctionMode):
         draws = not _is_off(func, _named_arguments(func, args, kwargs))
         self.seen |= draws
         self.follows_all |= draws and not self._follows
-        # the model is given the same on every rank: all draw one process's numbers
+        # all draw one process's numbers; positions may be cut
         if self.alike:
             with draws_of_one_process():
-                return func(*args, **kwargs)
+                output = func(*args, **kwargs)
+            self._stands = generators(current_device()) if self.inside else self._stands
+            return output
         if self.whole and not self.inside and not _in_backward():  # drawn for whole batches, as in one process
             return func(*args, **kwargs)
         # outside of the model, what is drawn follows its shape alone; inside, generators are watched too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -14,7 +15,7 @@ import torch
 import shardwise
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
 
-_OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
+_OURS = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (shardwise, torch))
 
 
 class Notices:

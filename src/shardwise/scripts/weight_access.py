@@ -13,6 +13,7 @@ What this does not do: let one rank alone read what others hold pieces of (`agre
 from __future__ import annotations
 
 import copy
+import os
 import types
 import weakref
 from abc import ABC, abstractmethod
@@ -330,7 +331,10 @@ def _near(whole: dict[str, torch.Tensor], device: torch.device) -> dict[str, tor
     return {name: each.to(device) for name, each in whole.items()}
 
 
-_OURS = (str(Path(shardwise.__file__ or "").parent), str(Path(torch.__file__ or "").parent / "distributed"))
+_OURS = (
+    f"{Path(shardwise.__file__ or '').parent}{os.sep}",
+    f"{Path(torch.__file__ or '').parent / 'distributed'}{os.sep}",
+)
 _STATE = {"_tensor_cuts", "_read_outside", "_set_outside", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 _OF_FSDP = "__composable_api"
 
@@ -362,7 +366,7 @@ class Copies:
             # the engine puts its own forward on a module: a copy gets the module's own
             if name == "forward" and (forward is not None or not _is_ours(value)):
                 made.__dict__[name] = copy.deepcopy(forward if _is_ours(value) else value, memo)
-            elif name.endswith("_hooks"):
+            elif name.endswith("_hooks") and isinstance(value, dict):
                 made.__dict__[name] = type(value)(
                     (key, copy.deepcopy(hook, memo)) for key, hook in value.items() if not _is_ours(hook)
                 )

@@ -60,11 +60,11 @@ class ScratchFile:
         ]
 
     def read(self, part: memoryview, offset: int) -> None:
-        """Fill `part`, which lies at a page's border, with the bytes from `offset` on; raises `RunError`."""
+        """Fill `part` from byte `offset`; where `direct`, memory, size, offset are whole pages. Raises `RunError`."""
         self._move(os.preadv, "read", part, offset)
 
     def write(self, part: memoryview, offset: int) -> None:
-        """Put `part` at `offset`; raises `RunError`."""
+        """Put `part` at byte `offset`; where `direct`, memory, size, offset are whole pages. Raises `RunError`."""
         self._move(os.pwritev, "write", part, offset)
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], verb: str, part: memoryview, start: int) -> None:

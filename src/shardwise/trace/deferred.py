@@ -147,6 +147,7 @@ class Built:
         assert tape is not None
         for name, ref in self._refs.items():
             if ref.storage in tape.writers or ref.storage in tape.constants:
+                # all that its operations read was made on the tape, or met with its bytes; else it is refused below
                 if not tape.lacks(ref.storage):
                     continue
             elif self._targets[name].device.type != "meta":

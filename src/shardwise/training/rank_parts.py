@@ -46,7 +46,10 @@ def loader_of(job: Job, task: Task, engine: Engine) -> Loader | None:
 
 
 def batches_of(job: Job, task: Task, loader: Loader | None, first: int) -> Iterator[Any]:
-    """Yields the global batch of each step from `first` on; with a loader, this rank's parts of it."""
+    """Yields each step's batch: the task's own, whole, from step `first` to the job's last; else what the loader gives.
+
+    A loader gives this rank's parts, without end, from where it stands: the caller has put it at step `first`.
+    """
     if loader is not None:
         return iter(loader)
     assert task.batch is not None

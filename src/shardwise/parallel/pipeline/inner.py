@@ -80,7 +80,11 @@ def found_by(
 ) -> dict[int, By]:  # fmt: skip
     """Returns, by index in `flow.taken` of a gradient that a stage takes or that crosses its end, where its inputs are.
 
-    Each input: its holder, True where the stage before sent it, None where the stage lacks it. `last`: the stage's end.
+    Each input: its holder, True where the stage before sent it, None where the stage lacks it.
+
+    stop         time of the flow before which the stage's operations lie
+    entry, last  where the stage begins and ends; None on the first and on the last stage
+    skips        calls that the stage leaves out, in which it holds nothing
     """
     here = [k for k, taken in enumerate(flow.taken) if taken.enter < stop]
     if last is not None:
