@@ -30,6 +30,12 @@ class Uncut(RefusedPlan):
 
     origins: frozenset[str] = frozenset()
 
+    def __str__(self) -> str:
+        """Returns what was met, and the key of the plan by which a weight that led there stays whole."""
+        said, first = super().__str__(), min(self.origins, default="")
+        remedy = f": the cut of '{first}' led here, which tp_whole={first} leaves out"
+        return said if not first or remedy in said else said + remedy
+
 
 class Owners:
     """The owner of each index of a dim, as runs: indices `stops[i-1]` to `stops[i]` belong to rank `who[i]`."""

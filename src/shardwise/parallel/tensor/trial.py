@@ -284,7 +284,7 @@ def _rehearsed(
         families = {derived.cuts[name].family for name in stopped.origins if name in derived.cuts}
         if not families:  # leaving out no cut would mend it, and the loop would not end
             raise stopped
-        blocked |= {name: str(stopped) for name, cut in derived.cuts.items() if cut.family in families}
+        blocked |= {name: stopped.args[0] for name, cut in derived.cuts.items() if cut.family in families}
         derived = derive(labels, elements, ranks, blocked, dealt=dealt)
     for name in frozen:
         derived.whole[name] = f"it has fewer groups of outputs than {ranks} ranks, and the others are cut without it"
