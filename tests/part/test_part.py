@@ -405,7 +405,7 @@ def test_an_operation_without_a_rule_is_refused_by_name() -> None:
 def test_a_refusal_names_the_key_that_leaves_the_weight_whole() -> None:
     axis = Axis("tp", 2, 0, None, (0, 1), rehearsal=Ledger())
     part = Part(torch.ones(2, 4), 0, Owners.blocks(4, 2), axis, origin="head.weight")
-    with pytest.raises(Uncut, match="the cut of 'head.weight' led here, which tp_whole=head.weight leaves out$"):
+    with pytest.raises(Uncut, match=r"the cut of 'head.weight' led here, which tp_whole=head.weight leaves out$"):
         torch.linalg.det(part)
 
 
