@@ -60,7 +60,7 @@ class DimwiseRule:
         return {d % x.dim() for d in self.dims(x, arguments)}
 
     def on_shares(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns the operation's results: parts where the cut dim stays apart, else what `along` gives."""
+        """Returns the operation's results: parts where the cut dim stays apart, else what `along` gives, or `Uncut`."""
         part, arguments = args[0], arguments_of(func, args, kwargs)
         # `max(x, other)` has the name of a reduction and is an elementwise operation
         if not is_part(part) or "other" in arguments:

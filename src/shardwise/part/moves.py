@@ -32,6 +32,8 @@ from shardwise.part.tensor import Part, is_part
 def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) -> Part:
     """Returns the tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
+    Raises `Uncut` where an axis further in cuts the dim that is cut now, firmly, and `inside` is not given.
+
     inside  where an axis further in cuts the dim that is cut now: its owners of that dim once it is whole again
     """
     # the same dim, dealt otherwise: less to send
@@ -110,7 +112,8 @@ def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
 def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
     """Returns the part cut along `dim` as `lead` is: itself, or, of positions, moved between ranks.
 
-    Collective where they differ; not differentiable. `Uncut` where the cut is not of positions; `what` reads both.
+    Collective where they differ; not differentiable. `Uncut` where the cut is not of positions, or the dim's sizes
+    differ; `what` names, for people, the operation that reads both.
     """
     if part.dim_cut == dim and part.beside(lead):
         return part
@@ -122,7 +125,7 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
 def share_as(tensor: torch.Tensor, lead: Part, dim: int, what: Any = "an operation") -> torch.Tensor:
     """Returns this rank's share along `dim` of a tensor, whole or cut over the rule's axis, dealt as `lead` is.
 
-    Collective where it is dealt otherwise; `what` reads both.
+    Collective where it is dealt otherwise; `Uncut` as of `dealt_as`, in which `what` names the reader.
     """
     return dealt_as(tensor, lead, dim, str(what)).local if is_part(tensor) else lead.share(tensor, dim)
 

@@ -94,7 +94,11 @@ class Positions:
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
     def cut(self, batch: Any, place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous) -> Any:
-        """Returns the batch with its tensors as parts; `place` puts this rank's share on its device."""
+        """Returns the batch with its tensors as parts; `place` puts this rank's share on its device.
+
+        A batch with another number of leaves than `cuts` stays whole. Raises `InputError` for too few positions, or a
+        tile of another shape than this rank's.
+        """
         leaves, spec = tree_flatten(batch)
         tensors = [place if isinstance(leaf, torch.Tensor) else lambda leaf: leaf for leaf in leaves]
         if len(leaves) != len(self.cuts):  # another kind of batch than the one that was looked at

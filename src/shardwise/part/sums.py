@@ -157,7 +157,10 @@ class Sum(Distributed):
         return made
 
     def value(self) -> torch.Tensor:
-        """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time."""
+        """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time.
+
+        Raises `Uncut` for chunks, whose summands are not all there, and where a view was written into (`stale`).
+        """
         # a copy of a gathered view is as old as its last gathering
         if self.seen is not None and self.seen.moved:
             self.total = self.seen.view(self.seen.whole())

@@ -118,7 +118,10 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns a loss of elements (`mse_loss`), or its backward, by the elementwise operation and its sum or mean."""
+    """Returns a loss of elements (`mse_loss`), or its backward, by the elementwise operation and its sum or mean.
+
+    Raises `Uncut` for every operation that is none.
+    """
     bound = arguments_of(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]

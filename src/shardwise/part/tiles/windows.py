@@ -168,7 +168,10 @@ def _of_a_sum(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
-    """Returns a weight for this rank's tile; its gradient is summed over the cuts' axes later. Differentiable."""
+    """Returns a weight for this rank's tile; its gradient is summed over the cuts' axes later. Differentiable.
+
+    Raises `Uncut` where positions cut the weight itself.
+    """
     if tensor is None:
         return None
     if cuts(tensor, range(tensor.dim())):
