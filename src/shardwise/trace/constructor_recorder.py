@@ -31,7 +31,10 @@ LARGE = 4096  # elements from which a new tensor gets no values
 
 @contextmanager
 def recording(tape: ConstructorTape) -> Iterator[None]:
-    """Context: a constructor that runs inside is written onto the tape."""
+    """Context: a constructor that runs inside is written onto the tape.
+
+    Raises `NotReplayable` inside, where it reads values that are not made yet, or draws on another device.
+    """
     recorder = _Recorder(tape)
     with _Guard(tape), recorder, _initialisers(recorder):
         yield
@@ -46,8 +49,9 @@ class _Recorder(TorchDispatchMode):
         self.paused = False
 
     def initialise(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Record a call of one of `torch.nn.init`'s functions as a single op.
+        """Record a call of one of `torch.nn.init`'s functions as a single op; returns its result.
 
+        That is the tensor that it was given, where this has no values yet and the function is not run.
         Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
         """
         first = next((tensor for tensor in tensors_in((args, kwargs))), None)

@@ -31,7 +31,10 @@ class _Small:
 
 
 def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether each element of the results depends on that element of the (broadcast) inputs alone."""
+    """Whether each element of the results depends on that element of the (broadcast) inputs alone.
+
+    False of what writes, draws or gives a view (`add_`), and without a tensor that has dims: none of these is tried.
+    """
     schema = func._schema
     # what writes, draws or gives a view of its input has rules of its own, and is not tried on other values
     aliases = any(result.alias_info is not None for result in schema.returns)
