@@ -67,9 +67,10 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
     Without gradients; with them for a forward that takes some itself.
+    parts    None: of a single sample, and nothing is compared
     joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
              together
-    strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
+    strict   the plan splits samples: `RefusedPlan` for what does not add up; otherwise it is a notice
     masks    masks will be dealt by global index: try that too
     share    what any rank that runs a part of the forward found, so that all go the same way from there
     again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
@@ -80,7 +81,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     functions  of the user's that `evaluate` calls beside the module
     joins    ranks may join buffers after each forward (step/joined_buffers)
     mixes    modules that mix samples may run on all of them: raises `MixesSamples` where some are found that do not
-    Raises `TakesGradients` where units of zero=3 are to be put together first.
+    Raises `TakesGradients` where units of zero=3 are to be put together first, its `WritesWeights` for pieces written.
     """
 
     def attempt() -> Findings:

@@ -34,7 +34,11 @@ from shardwise.trace.outside_reads import OutsideReads
 
 
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
-    """Returns `Findings` of a few samples before the first step; raises where a run would not equal one process."""
+    """Returns `Findings` of a few samples before the first step.
+
+    Raises `RefusedPlan` where a run would not equal one process, `InputError` for the task's own errors, and what
+    `make_and_look` answers: `TakesGradients` (its subclasses too) and `MixesSamples`.
+    """
     task, share = state.task, partial(_on_all_ranks, state)
     sample = few_samples(task, state.plan, state.mesh.world, state.device)
     state.notices += [] if task.batch is None else costly(sample)
