@@ -16,7 +16,10 @@ GROW_AFTER = 2000
 
 
 class LossScale:
-    """`value` multiplies the sum of losses; it halves on overflow and doubles after many steps without one."""
+    """`value` multiplies the sum of losses; it halves on overflow and doubles after many steps without one.
+
+    0.0 until `factor` has chosen it.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0

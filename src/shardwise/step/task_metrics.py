@@ -73,7 +73,10 @@ class MetricTally:
         return extras
 
     def collect(self, axis: Axis) -> dict[str, float]:
-        """Returns {metric: value} over all ranks since the last call; of vectors "name/0" and so on. Collective."""
+        """Returns {metric: value} over all ranks since the last call; of vectors "name/0" and so on. Collective.
+
+        NaN for one without weight; {} where nothing was added.
+        """
         names = sorted(self.sums)  # one order on all ranks
         if not names:
             return {}
