@@ -132,7 +132,7 @@ def on_mesh(
     task: Task, plan: Plan, mesh: Mesh, *, seed: int, randomness: Randomness, clip_norm: float | None,
     schedule: Callable[[int], float] | None = None, on_nonfinite: str = "raise", check_loss: bool = True,
 ) -> Engine:  # fmt: skip
-    """Returns an engine on a mesh, by the parameters of `parallelize`. Collective.
+    """Returns an engine on a mesh, by the parameters of `parallelize`, and raises as it does. Collective.
 
     The second engine on a mesh, of the same task under the same plan in another precision, takes what was tried for
     the first: cuts, stages, positions, the optimizer's nature. In float32, in which tasks are written, it takes the

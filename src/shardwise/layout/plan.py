@@ -433,7 +433,7 @@ def no_pair(part: str, text: str) -> str:
 
 
 def nearest_key(word: str, value: str = "") -> str:
-    """Returns the end of a message on an unknown key: the nearest key, or all keys."""
+    """Returns the end of a message on an unknown key `word` that was given a `value`: the nearest key, or all keys."""
     # "bf16=true": the word is a value of one of our keys
     key = next((name for name, choices in CHOICES.items() if word in choices), None)
     if key is not None and value.lower() in ("true", "1"):

@@ -120,7 +120,7 @@ class Schedule:
         return in_order(self)
 
     def timeline(self, times: Times | None = None) -> dict[Op, tuple[float, float]]:
-        """Returns (start, end) of each op when every rank runs its row as early as it can.
+        """Returns (start, end) of each op when every rank runs its row as early as it can. `times` None: 1 for F, I, W.
 
         Raises `RefusedPlan` where the rows wait for each other in a circle.
         """

@@ -226,7 +226,10 @@ class _Look:
     def _run_parts(
         self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs, left: Values
     ) -> tuple[Loss, Loss, str]:
-        """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "")."""
+        """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "").
+
+        Raises `MixesSamples` where modules that mix may run on all samples.
+        """
         first, _, changed_by_first = self.run(parts[0])
         with AllPairs(self.sizes[2]) as pairs_of_part:
             second, part_calls, changed_by_second = self.run(parts[1])

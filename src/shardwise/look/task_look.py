@@ -64,7 +64,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
 
 
 def _refuse_dealt(state: RankState, findings: Findings) -> None:
-    """Raise for a buffer made of samples within experts that ep deals, whose rows on a rank are not its samples'."""
+    """Raise `RefusedPlan` for a buffer made of samples within experts that ep deals: a rank's rows are not its own."""
     paths = [f"{stack.path}." for stack in state.experts.stacks] if state.experts is not None else []
     if lost := [name for name in findings.joined if name.startswith(tuple(paths))]:
         raise RefusedPlan(
@@ -131,7 +131,10 @@ def _look_at_few(
 
 
 def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool) -> str | None:
-    """Returns, where any rank asks, the difference that rank 0 finds in float64, as text; else None. Collective."""
+    """Returns, where any rank asks, the difference that rank 0 finds in float64, as text; else None. Collective.
+
+    Raises `Untried` on every rank.
+    """
     if not any(gather_json(asked, state.mesh.world, state.device)):
         return None
 
@@ -150,7 +153,7 @@ def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, aske
 
 
 def _refuse_dtypes(state: RankState, batch: Any) -> None:
-    """Raises where the module's dtypes do not go together in 16 bits: one stage would find it, and others wait."""
+    """Raises `InputError` where dtypes do not go together in 16 bits: one stage would find it, and others wait."""
     if state.precision.compute.itemsize >= 4:
         return
     message = ""

@@ -95,6 +95,7 @@ def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
     """Returns the tensor cut along the same dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
     group  indices that an axis further in, which cuts the dim too, keeps together
+    Raises `Uncut` where `owners` are of another size.
     """
     if owners == part.owners:
         return part
@@ -276,7 +277,7 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
 
 
 def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
-    """Returns, differentiably, the part of which `local` (a parameter) is this rank's share."""
+    """Returns, differentiably, the part of which `local` (a parameter, named `origin`) is this rank's share."""
     there = partial(Part, dim=dim, owners=owners, axis=axis, origin=origin)
     back = partial(share_of, dim=dim, owners=owners, axis=axis)
     return linear(local, there, back, once=True)

@@ -239,7 +239,7 @@ class GlobalRandom(TorchDispatchMode):
         return packed if is_packed else None
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
-        """Returns the dim of the samples in what an op draws, -1 for none; raises where it is not clear."""
+        """Returns the dim of the samples in what an op draws, -1 for none; `RefusedPlan` where it is not clear."""
         if self.samples.count == self.samples.total:
             return -1  # all samples are here
         dim = self.dims.find(path, str(func), shape, max(self.samples.count, 1))

@@ -46,7 +46,7 @@ class MetricTally:
             self.sums[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
 
     def _read(self, returned: Any) -> list[tuple[str, torch.Tensor, torch.Tensor, Callable[[float], float] | None]]:
-        """Returns (name, sum, weight, what comes after the division) of each metric; sums are () or (V,) float64."""
+        """Returns (name, sum, weight, what follows the division) of each metric, or `InputError`; sums () or (V,)."""
         if not isinstance(returned, dict):
             raise InputError(f"{_SHAPE}, got {type(returned).__name__}")
         metrics = []

@@ -236,7 +236,10 @@ def _laid_out(read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Ten
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """Returns the state of the generator among a call's arguments; None without one, or where it is torch's own."""
+    """Returns the state of the generator among a call's arguments; None without one, or where it is torch's own.
+
+    Raises `NotReplayable` for one on a device.
+    """
     generator = _generator_in(args, kwargs)
     if generator is None or generator is torch.default_generator:
         return None

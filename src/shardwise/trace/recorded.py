@@ -243,6 +243,7 @@ def trace_forward(
 
     The notice is "" where it ran on tensors without values.
 
+    seed      of what the forward draws
     dtype_of  the dtype in which a parameter or buffer is held when the module runs
 
     The module is left as it was. What the forward itself raises is raised.

@@ -3,7 +3,7 @@
 nll_loss   cut along classes: one rank has a target's entry      along samples: the sum comes first, then the mean
 ctc_loss   (T, B, C) gathered in forward and again in backward; each rank keeps its positions of the gradient
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

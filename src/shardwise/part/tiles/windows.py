@@ -137,7 +137,7 @@ def placed(local: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
 
 
 def taken(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
-    """Returns this rank's share of a weight that has an element for each index of the cut dims. Differentiable."""
+    """Returns, differentiably, this rank's share of a weight (or None) with an element for each index of the cuts."""
     for cut in cut_dims if tensor is not None else []:
         tensor = _taken(tensor, cut)
     return tensor
