@@ -378,7 +378,10 @@ def _of_a_metric(name: str, sums: str) -> str:
 
 def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
                   sizes: tuple[int, ...], dtype: torch.dtype, joins: Values) -> tuple[list[str], bool]:  # fmt: skip
-    """Returns (problems of a second forward, which finds what a first one left; whether it reads that)."""
+    """Returns (problems of a second forward, which finds what a first one `left`; whether it reads that).
+
+    joins  of the buffers that ranks join, by name: what all samples leave
+    """
     of_whole, first, second = (run.second(batch, joins) for batch in (whole, *parts))
     apart = number_apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
     # Bit by bit: the same samples give another loss only where the second forward uses what the first left.

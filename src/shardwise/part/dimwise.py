@@ -105,7 +105,7 @@ def _behind(part: Part, local: torch.Tensor, dims: set[int]) -> Part:
 
 
 def over(*names: str, dims: Dims = named, along: Along | None = None) -> DimwiseRule:
-    """Registers operations on shares (`along` None: `Uncut`) and labels, by the dims they run over; returns the rule."""
+    """Registers operations on shares (`along` None: `Uncut`) and labels, by dims they run over; returns the rule."""
     dimwise = DimwiseRule(dims, along)
     for name in names:
         RULES[name], LABELS[name] = dimwise.on_shares, dimwise.labels
