@@ -53,6 +53,7 @@ def find_positions(
 
     batch     a few samples, the same on every rank
     samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
+    derived   the cuts of tp, with which positions are tried; None: no weight is cut
     row_wise  modules of experts that are given a rank's own rows
     mesh      of a run: rank 0 finds them for all, every rank tries its own share too, and all agree, once
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.

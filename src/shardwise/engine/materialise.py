@@ -159,7 +159,7 @@ def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> to
 def fill_parameters(
     module: nn.Module, value_of: ValueOf, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()
 ) -> None:
-    """Put whole parameters on the device, floating-point ones in `dtype`; `absent` ones are held by other ranks."""
+    """Put whole parameters on the device, floating-point ones in `dtype`; `absent` ones as NaN, without memory."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name in absent:

@@ -296,6 +296,7 @@ def make_optimizer(
     """Returns (this rank's optimizer, the whole tensors that this rank owns where it needs these, else None).
 
     nature  what `try_out` found
+    shapes  of the whole parameters;  shard  the axis over which zero leaves their masters in pieces
     tensor  the cuts of tp
     marks   attributes that a user has put on parameters, by their names (`p.lr_scale = 0.1`)
 

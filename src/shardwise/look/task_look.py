@@ -37,7 +37,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     """Returns `Findings` of a few samples before the first step.
 
     Raises `RefusedPlan` where a run would not equal one process, `InputError` for the task's own errors, and what
-    `make_and_look` answers: `TakesGradients` (its subclasses too) and `MixesSamples`.
+    `make_and_look` answers: `TakesGradients` (its subclasses too) and `MixesSamples`. `masks`: as of `look`.
     """
     task, share = state.task, partial(_on_all_ranks, state)
     sample = few_samples(task, state.plan, state.mesh.world, state.device)
@@ -245,7 +245,8 @@ def may_mix(state: RankState) -> bool:
 def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:
     """Returns a state, and findings of the look at it; units of zero=3 hold what their own forwards read. Collective.
 
-    make  `enclosed` of `assemble` -> a state
+    make   `enclosed` of `assemble` -> a state
+    masks  will be dealt by global index: try that too
 
     Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
     unit around it, and where it saw one written, with that one whole; until there are none.

@@ -79,7 +79,7 @@ class Positions:
         return tuple(sorted(by_name.values(), key=lambda axis: axis.depth))
 
     def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns (start, stop) of this rank's tile along each dim of space, in the order of a tensor's dims."""
+        """Returns (start, stop) of this rank's tile along each dim of space, whose whole sizes are `global_shape`."""
         axes = {axis.name: axis for axis in self.axes}
         ranges = []
         for name, n in zip(self.space, global_shape, strict=False):

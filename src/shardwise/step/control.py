@@ -159,7 +159,7 @@ def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreem
 
 
 def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.device, *, refuse: bool) -> set[int]:
-    """Returns indices of the parameters that any rank reached. With `refuse`, `RunError` where ranks differ.
+    """Returns indices of the parameters that any rank reached. Collective. `refuse`: `RunError` where ranks differ.
 
     Ranks that ran a stand-in sample may have taken another branch; they are not compared.
     """
