@@ -280,7 +280,7 @@ class Engine:
         return weights_out.state_dict(self.state)
 
     def save_weights(self, path: str | Path) -> None:
-        """Write whole weights and buffers as one safetensors file, by rank 0. Collective; `RunError` on all ranks."""
+        """Write whole weights and buffers as one safetensors file, by rank 0, or `RunError` everywhere. Collective."""
         weights_out.save_weights(self.state, path)
 
     # --- looking on

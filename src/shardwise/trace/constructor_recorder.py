@@ -33,7 +33,7 @@ LARGE = 4096  # elements from which a new tensor gets no values
 def recording(tape: ConstructorTape) -> Iterator[None]:
     """Context: a constructor that runs inside is written onto the tape.
 
-    Raises `NotReplayable` inside, where it reads values that are not made yet, or draws on another device.
+    Raises `NotReplayable` inside, where it reads values that are random or not made yet, or draws on a device.
     """
     recorder = _Recorder(tape)
     with _Guard(tape), recorder, _initialisers(recorder):
