@@ -22,7 +22,10 @@ from shardwise.errors import InputError
 
 
 class Ema:
-    """A moving average of an engine's trainable weights since it was made, in this rank's pieces."""
+    """A moving average of an engine's trainable weights since it was made, in this rank's pieces.
+
+    decay  weight of the average in each update, in [0, 1); `InputError` for another
+    """
 
     def __init__(self, engine: Engine, decay: float) -> None:
         if not 0 <= decay < 1:

@@ -67,7 +67,8 @@ def parallelize(
                   "fast": torch's generators, distinct by data rank
     clip_norm     largest global norm of the gradient
     schedule      optimizer step (from 0) -> factor on each group's learning rate
-    on_nonfinite  a non-finite loss or gradient raises, or skips the update and counts it
+    on_nonfinite  a non-finite loss or gradient raises `RunError`, or skips the update and counts it
+    device        of this rank; None: the accelerator of its local rank, else the CPU
     check_loss    look at a few samples before the first step
 
     Raises `InputError` for a wrong task or world size, `RefusedPlan` for what would not equal one process.
@@ -131,7 +132,7 @@ def on_mesh(
     task: Task, plan: Plan, mesh: Mesh, *, seed: int, randomness: Randomness, clip_norm: float | None,
     schedule: Callable[[int], float] | None = None, on_nonfinite: str = "raise", check_loss: bool = True,
 ) -> Engine:  # fmt: skip
-    """Returns an engine on a mesh, by the parameters of `parallelize`. Collective.
+    """Returns an engine on a mesh, by the parameters of `parallelize`, and raises as it does. Collective.
 
     The second engine on a mesh, of the same task under the same plan in another precision, takes what was tried for
     the first: cuts, stages, positions, the optimizer's nature. In float32, in which tasks are written, it takes the
@@ -193,7 +194,11 @@ class Engine:
         self._begun = False  # a step was taken
 
     def step(self, batch: Any) -> StepResult:
-        """Take one optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`)."""
+        """Take one optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`).
+
+        Collective. Raises `InputError` where, in the first step, ranks are given other global batches, and as
+        `train_step` does.
+        """
         # what follows looks at the first step alone
         if self._begun:
             return steps.train_step(self.state, steps.dealt(self.state, batch))
@@ -209,7 +214,10 @@ class Engine:
         return result
 
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
-        """Returns (sum, weight) of the loss over batches (global, or `list[Share]` each), in eval mode. Collective."""
+        """Returns (sum, weight) of the loss over batches (global, or `list[Share]` each), in eval mode. Collective.
+
+        Extra terms of the loss are left out.
+        """
         with evaluation_weights(self.state):
             return steps.evaluate(self.state, (steps.dealt(self.state, batch) for batch in batches))
 
@@ -272,13 +280,16 @@ class Engine:
         return weights_out.state_dict(self.state)
 
     def save_weights(self, path: str | Path) -> None:
-        """Write whole weights and buffers as one safetensors file, by rank 0. Collective."""
+        """Write whole weights and buffers as one safetensors file, by rank 0, or `RunError` everywhere. Collective."""
         weights_out.save_weights(self.state, path)
 
     # --- looking on
 
     def memory(self) -> dict[str, int | None]:
-        """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer" and others."""
+        """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer" and others.
+
+        "peak" is the device's most so far; None where it does not count them.
+        """
         return weights_out.memory(self.state)
 
     @contextmanager

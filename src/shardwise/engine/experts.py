@@ -25,7 +25,10 @@ from shardwise.trace.deferred import Built
 def spread_experts(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
 ) -> ExpertParallel:
-    """Returns the experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
+    """Returns the experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective.
+
+    Raises as `look_for_experts` does.
+    """
     stacks = mesh.once("dealt experts", lambda: _from_rank_0(
         lambda: look_for_experts(task, plan, precision, built, batch), mesh
     ))  # fmt: skip

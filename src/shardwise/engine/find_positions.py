@@ -53,6 +53,7 @@ def find_positions(
 
     batch     a few samples, the same on every rank
     samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
+    derived   the cuts of tp, with which positions are tried; None: no weight is cut
     row_wise  modules of experts that are given a rank's own rows
     mesh      of a run: rank 0 finds them for all, every rank tries its own share too, and all agree, once
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
@@ -118,14 +119,16 @@ def _search(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
     trial: _Trial,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns, as a JSON dict, the first candidate with which a rehearsal on shares succeeds: "place" and these keys.
+    """Returns, as a JSON dict, the first candidate with which a rehearsal on shares succeeds; else `RefusedPlan`.
 
+    candidate  its place among `_candidates`
     zigzag   whether it succeeds with shares dealt in zigzag, where attention is causal
     tables   whether ranges inside the module are dealt alike
     met      the collectives of the first rank and of the last
     routes   of attention, and what is gathered whole, for people
     stopped  why what was proposed before, on which the module runs, cannot be cut
     mask     the largest that attention is given for all pairs: shape, bytes
+    past     parameters are read past their attributes
     results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
     Candidates under which every operation has a rule come before those that gather a sequence for some operations.
     """

@@ -64,7 +64,7 @@ def _before_names(own: list[str], loaded: list[str]) -> str:
 
 
 def _shares(state: RankState, wholes: Mapping[str, torch.Tensor]) -> ValueOf:
-    """Returns a function from a name to this rank's part of the whole value: tp's cuts and ep's experts taken."""
+    """Returns a function: name -> this rank's part, over tp and ep, of the whole value; `InputError` for its shape."""
     shapes = state.shapes()
 
     def whole(name: str) -> torch.Tensor:

@@ -30,7 +30,8 @@ def build_everywhere(
     to all; the function is then collective and must be called for the same names in the same order.
 
     own  whether the task's constructor makes the module, and no script has it already
-    Raises `RefusedPlan` for a hook that it puts on the gradient of a weight.
+    Raises `RefusedPlan` for a hook that it puts on the gradient of a weight, `InputError` where it fails by itself, or
+    `Task.weights` knows none of its parameters.
     """
     has = has_samples(task)
     own = own and has
@@ -158,7 +159,7 @@ def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> to
 def fill_parameters(
     module: nn.Module, value_of: ValueOf, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()
 ) -> None:
-    """Put whole parameters on the device, floating-point ones in `dtype`; `absent` ones are held by other ranks."""
+    """Put whole parameters on the device, floating-point ones in `dtype`; `absent` ones as NaN, without memory."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name in absent:
@@ -181,7 +182,7 @@ def fill_only(
     module: nn.Module, names: Container[str], frozen: Container[str], value_of: ValueOf, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Put these parameters whole on the device; the others stay as they are."""
+    """Put these parameters whole on the device, `frozen` ones without a gradient; the others stay as they are."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         if name not in names:

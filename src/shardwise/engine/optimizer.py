@@ -115,7 +115,8 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size], numbers: Sequence[b
     """Returns the `Nature` that a trial shows: the optimizer runs on small tensors whole, one by one, and in pieces.
 
     numbers  of each shape, whether it is one of complex numbers; none are where it is empty
-    Results are compared relative to the size of the updates, with all arithmetic kept in float64.
+    Results are compared relative to the size of the updates, with all arithmetic kept in float64. Raises `RefusedPlan`
+    for an optimizer that fails on dense gradients.
     """
     small = _small(shapes, numbers or [False] * len(shapes))
     generator = torch.Generator().manual_seed(0)
@@ -295,6 +296,7 @@ def make_optimizer(
     """Returns (this rank's optimizer, the whole tensors that this rank owns where it needs these, else None).
 
     nature  what `try_out` found
+    shapes  of the whole parameters;  shard  the axis over which zero leaves their masters in pieces
     tensor  the cuts of tp
     marks   attributes that a user has put on parameters, by their names (`p.lr_scale = 0.1`)
 

@@ -181,7 +181,7 @@ def _leaves(
 
 
 def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
-    """Returns a state as JSON, its tensors replaced by their numbers in `tensors`, which grows."""
+    """Returns a state as JSON, its tensors replaced by their numbers in `tensors`, which grows; else `RefusedPlan`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}

@@ -31,7 +31,10 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def predict(state: RankState, steps: Iterator[list[Share]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
-    """Yields for each step the output for all its samples on rank 0, None on other ranks. Collective."""
+    """Yields for each step the output for all its samples on rank 0, None on other ranks. Collective.
+
+    Raises `InputError` on every rank for outputs that cannot be put together by samples.
+    """
     for parts in steps:
         outputs = [_micro_batch(state, part, select) for part in parts]
         yield _joined(outputs) if state.mesh.rank == 0 else None

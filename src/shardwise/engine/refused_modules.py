@@ -14,7 +14,10 @@ from shardwise.trace.stand_in import tensors_beside
 
 
 def refuse(module: nn.Module, plan: Plan) -> None:
-    """Raise for a module that no plan can hold: nothing to train, sparse weights, complex ones in 16 bits."""
+    """Raise `InputError` for a module without anything to train, `RefusedPlan` for one that this plan cannot hold.
+
+    That is one with sparse weights, complex ones in 16 bits, tensors on one memory, or views of weights kept.
+    """
     if not any(param.requires_grad for param in module.parameters()):
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
     _refuse_sparse(module)

@@ -48,6 +48,8 @@ def derive_cuts(
 
     followed  what earlier calls for this task and precision found, whatever the degree; grows
     dealt     stacked weights whose experts ep deals: tp cuts the inside of each
+    Raises `RefusedPlan` where nothing can be cut, or the forward cannot be followed; `InputError` where one process
+    fails too.
     """
     try:
         derived = find_cuts(
@@ -80,7 +82,10 @@ def derive_cuts(
 
 
 def describe(task: Task, plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns (a dict for each parameter, a dict of totals) of a plan's cuts of weights, without ranks, for display."""
+    """Returns (a dict for each parameter, a dict of totals) of a plan's cuts of weights, without ranks, for display.
+
+    Raises `InputError` for a plan without tp, and as `derive_cuts` does.
+    """
     # an empty table would read as if nothing could be cut
     if plan.tp == 1:
         raise InputError(f"plan {plan} cuts no weights: give tp its degree")

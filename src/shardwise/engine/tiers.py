@@ -328,7 +328,7 @@ def _spec_of_master(weight: torch.Tensor, master: torch.Tensor, split: bool) -> 
 
 
 def _master_of(param: nn.Parameter, masters: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int | None:
-    """Returns the number of the wide master that a parameter is, or is a view of."""
+    """Returns the number of the wide master that a parameter is, or is a view of; None without one."""
     for number, (_, master) in enumerate(masters):
         start = master.data_ptr()
         if param.numel() and start <= param.data_ptr() < start + master.numel() * master.element_size():

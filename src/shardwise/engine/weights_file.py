@@ -51,7 +51,7 @@ class WeightsFile:
         self._file.seek(8 + self._room)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor, of which nothing is kept."""
+        """Append a tensor, of which nothing is kept. Raises `RefusedPlan` for a dtype without a code, else OSError."""
         begin, self._end = self._end, self._end + tensor.nbytes
         entry = {"dtype": dtype_code(name, tensor.dtype), "shape": [*tensor.shape]}
         self._entries[name] = entry | {"data_offsets": [begin, self._end]}

@@ -126,7 +126,8 @@ class _Writer:
 def memory(state: RankState) -> dict[str, int | None]:
     """Returns bytes that this rank holds, by "parameters" (with masters), "gradients", "optimizer"; a GPU's peak.
 
-    What lies in a tier is no part of these, and beside them: "host", "disk" (for activations the most so far).
+    What lies in a tier is no part of these, and beside them: "host", "disk" (for activations the most so far). "peak"
+    is None where the device does not count its bytes.
     """
 
     beside = weights_on_host(state.plan.offload)

@@ -117,7 +117,10 @@ def put_together(state: RankState, name: str, share: Any) -> Any:
 def to_all_stages(
     staged: StagedForward, tensors: Iterator[tuple[str, torch.Tensor | None]], names: list[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, tensor) for all names on every stage, from this rank's `tensors` (in the order of the names)."""
+    """Yields (name, tensor or None) for all names on every stage. Collective.
+
+    tensors  of those names that this rank's stages hold, in the order of `names`
+    """
     for name in names:
         ranks = staged.cut.holders[name]
         tensor = None

@@ -57,6 +57,7 @@ def deal(samples: int, accumulate: int, ranks: int, rank: int) -> list[tuple[int
     """Returns for each micro-batch (first, last, start, total), [first, last) being this rank's samples in the batch.
 
     `start` is first's place within the micro-batch and `total` the micro-batch's size. first == last means none.
+    Raises `InputError` where there are fewer samples than micro-batches.
     """
     dealt = []
     for low, high in micro_batches(samples, accumulate):

@@ -62,7 +62,7 @@ def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None
     """Returns buckets of at most `cap` elements (one larger parameter fills its own), last parameter first.
 
     `first_cap` bounds the first bucket, so that communication starts early in backward; each parameter begins at a
-    multiple of `align` elements.
+    multiple of `align` elements. A bucket's size is padded to a multiple of `ranks`, which may pass the bound.
     """
     buckets: list[BucketLayout] = []
     entries: list[BucketEntry] = []

@@ -73,7 +73,10 @@ class Grid:
 
 
 def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]]:
-    """Returns (for each rank {"rank", "node", "device", axis: coordinate}, axes whose groups lie on several nodes)."""
+    """Returns (for each rank {"rank", "node", "device", axis: coordinate}, axes whose groups lie on several nodes).
+
+    devices  ranks on each node
+    """
     grid = Grid(plan)
     ranks = range(math.prod(grid.shape))
     rows = [{"rank": r, "node": r // devices, "device": r % devices, **grid.coordinates(r)} for r in ranks]

@@ -49,7 +49,7 @@ def key(
 
     line     for people: in `shardwise config`, a starter file and the docs; "" for a key that nothing runs yet
     degree   a whole number of at least 1
-    choices  what it may be, where these are names
+    choices  what it may be, where these are names;  needs   what it acts on, where that is not always there
     rounds   it changes at most how numbers are rounded, so a proof in float64 goes without it
     """
     return field(default=default, metadata={"told": line, "degree": degree, "choices": choices, "needs": needs,

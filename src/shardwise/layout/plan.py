@@ -234,7 +234,7 @@ class Plan:
     def parse(cls, text: str | Plan | Mapping[str, Any]) -> Plan:
         """Returns the plan of a text: `dp_shard=2,zero=3`, a path ending in `.toml`, "" or "single" (one process).
 
-        A mapping of keys and values, its text, or a `Plan` is taken too.
+        A mapping of keys and values, its text, or a `Plan` is taken too; `InputError` for anything else.
         """
         text = mapping_in(text)
         # a plan, a mapping and a file are taken wherever text is
@@ -278,7 +278,7 @@ class Plan:
 
     @classmethod
     def from_toml(cls, path: Path) -> Plan:
-        """Returns the plan in a TOML file whose keys are its fields, at top level or under `[plan]`."""
+        """Returns the plan in a TOML file, its keys at top level or under `[plan]`; `InputError` for other files."""
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
@@ -433,7 +433,7 @@ def no_pair(part: str, text: str) -> str:
 
 
 def nearest_key(word: str, value: str = "") -> str:
-    """Returns the end of a message on an unknown key: the nearest key, or all keys."""
+    """Returns the end of a message on an unknown key `word` that was given a `value`: the nearest key, or all keys."""
     # "bf16=true": the word is a value of one of our keys
     key = next((name for name, choices in CHOICES.items() if word in choices), None)
     if key is not None and value.lower() in ("true", "1"):

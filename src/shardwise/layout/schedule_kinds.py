@@ -233,7 +233,7 @@ KINDS: dict[str, Kind] = {
 
 
 def in_flight(name: str, p: int, m: int, v: int, rank: int) -> float:
-    """Returns the micro-batches that a pipeline rank keeps at once, in units of all its layers."""
+    """Returns the micro-batches that a pipeline rank keeps at once, in units of all its layers; 1.0 without one."""
     return float(min(m, KINDS[name].in_flight(p, m, v, rank))) if p > 1 else 1.0
 
 

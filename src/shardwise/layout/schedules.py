@@ -120,7 +120,7 @@ class Schedule:
         return in_order(self)
 
     def timeline(self, times: Times | None = None) -> dict[Op, tuple[float, float]]:
-        """Returns (start, end) of each op when every rank runs its row as early as it can.
+        """Returns (start, end) of each op when every rank runs its row as early as it can. `times` None: 1 for F, I, W.
 
         Raises `RefusedPlan` where the rows wait for each other in a circle.
         """
@@ -226,14 +226,14 @@ LONG = 16  # micro-batches for each model stage; more repeat what is between fil
 def few_microbatches(ranks: int, microbatches: int, chunks: int, per_stage: int = LONG) -> int:
     """Returns the number of micro-batches, or a smaller one that shows the same filling, repeating and emptying.
 
-    per_stage   of them for each model stage
+    chunks      stages on each rank;  per_stage   micro-batches for each model stage
     """
     most = per_stage * ranks * chunks
     return microbatches if microbatches < most + 2 * ranks else most + microbatches % ranks
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Returns the table that a plan asks for."""
+    """Returns the table that a plan asks for; `RefusedPlan` for one without a pipeline, or whose table cannot be."""
     if plan.pp == 1:
         raise RefusedPlan(f"plan {plan} has no pipeline: pp is 1")
     return make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)

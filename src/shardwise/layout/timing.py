@@ -75,6 +75,7 @@ def play(
 ) -> Played:  # fmt: skip
     """Returns the table, played with the seconds of each stage, and of a message between stages s and s + 1.
 
+    backward   of the input's gradient alone (I); a whole backward (B) takes `weight` (W) on top
     blocking   the sender's compute waits for each message too (send and receive in one call)
 
     In which order ops find what they wait for is the table's (`Schedule.in_order`), whatever the seconds. Raises

@@ -23,6 +23,7 @@ _ROUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0, terms: float = 0.0) -> bool:
     """Whether two sums are equal within rounding.
 
+    least   relative error that is allowed in any dtype
     terms   added up without their signs: where a dtype rounds much, sums of terms that cancel differ by a part of these
     """
     bar = max(bar_of(dtype), least)
@@ -30,7 +31,10 @@ def close(a: float, b: float, dtype: torch.dtype, least: float = 0.0, terms: flo
 
 
 def added_up(name: str, whole: Loss, value: float, dtype: torch.dtype, least: float = 0.0) -> bool:
-    """Whether a loss's number equals the sum of its parts' numbers within rounding, of its own dtype too."""
+    """Whether a loss's number equals `value`, the parts' sum, within rounding, of its own dtype too.
+
+    dtype  in which the module computes;  least  as of `close`
+    """
     least = max(least, _ROUNDS.get(whole.dtypes().get(name, torch.float64), 5e-2))
     return close(whole.numbers()[name], value, dtype, least, whole.terms if name == "sum" else 0.0)
 

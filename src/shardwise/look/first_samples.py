@@ -67,9 +67,10 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     """Returns `Findings` of comparing the loss on `whole` with the losses on two `parts`. `sizes`: samples of each.
 
     Without gradients; with them for a forward that takes some itself.
+    parts    None: of a single sample, and nothing is compared
     joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
              together
-    strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
+    strict   the plan splits samples: `RefusedPlan` for what does not add up; otherwise it is a notice
     masks    masks will be dealt by global index: try that too
     share    what any rank that runs a part of the forward found, so that all go the same way from there
     again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
@@ -80,7 +81,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     functions  of the user's that `evaluate` calls beside the module
     joins    ranks may join buffers after each forward (step/joined_buffers)
     mixes    modules that mix samples may run on all of them: raises `MixesSamples` where some are found that do not
-    Raises `TakesGradients` where units of zero=3 are to be put together first.
+    Raises `TakesGradients` where units of zero=3 are to be put together first, its `WritesWeights` for pieces written.
     """
 
     def attempt() -> Findings:
@@ -225,7 +226,10 @@ class _Look:
     def _run_parts(
         self, parts: tuple[Any, Any], calls: list[Drawn], pairs: AllPairs, left: Values
     ) -> tuple[Loss, Loss, str]:
-        """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "")."""
+        """Run both parts; returns (first loss, second loss, where all pairs of samples are made, or "").
+
+        Raises `MixesSamples` where modules that mix may run on all samples.
+        """
         first, _, changed_by_first = self.run(parts[0])
         with AllPairs(self.sizes[2]) as pairs_of_part:
             second, part_calls, changed_by_second = self.run(parts[1])
@@ -374,7 +378,10 @@ def _of_a_metric(name: str, sums: str) -> str:
 
 def _left_differs(run: Runner, left: list[str], of_first: Loss, whole: Any, parts: tuple[Any, Any],
                   sizes: tuple[int, ...], dtype: torch.dtype, joins: Values) -> tuple[list[str], bool]:  # fmt: skip
-    """Returns (problems of a second forward, which finds what a first one left; whether it reads that)."""
+    """Returns (problems of a second forward, which finds what a first one `left`; whether it reads that).
+
+    joins  of the buffers that ranks join, by name: what all samples leave
+    """
     of_whole, first, second = (run.second(batch, joins) for batch in (whole, *parts))
     apart = number_apart(of_whole, first, second, dtype) if finite(of_whole, first, second) else None
     # Bit by bit: the same samples give another loss only where the second forward uses what the first left.

@@ -101,7 +101,7 @@ def differs(
     module  in float64, and nobody else's: its weights are moved
     joined  for a loss that does not add up over samples: (whole, parts) -> the loss on the parts' outputs together
 
-    Raises `Untried` where float64 fails.
+    Raises `Untried` where float64 fails, `RefusedPlan` as what watches the forward does.
     """
     seen = Seen(module)
     run = _Doubled(module, seen)
@@ -199,7 +199,7 @@ def _nudge(module: nn.Module) -> None:
 
 
 def choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> tuple[list[str], list[str]]:
-    """Returns (problems, notices) of choices that a forward makes by values of its batch, and of mixing backwards.
+    """Returns (problems, notices) of choices made by values of a batch, and of mixing backwards. Collective.
 
     repeats    as `Seen.repeats` gives it
     asked      this rank saw values read, or a backward of the user's; others may ask where this one does not

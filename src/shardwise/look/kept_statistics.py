@@ -11,7 +11,7 @@ Values = dict[str, torch.Tensor]  # by name
 def differing(first: Values, second: Values) -> list[str]:
     """Returns the names under which both have a tensor of one shape, of other values.
 
-    NaN is what a stage of a pipeline makes of what it was not sent.
+    Two of NaN alone do not differ: a stage of a pipeline makes these of what it was not sent.
     """
     return [
         name

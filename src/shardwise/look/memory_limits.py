@@ -30,6 +30,7 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
     """Raise `InputError` where weights and their gradients alone are more than the device has, or where they lie.
 
     A lower bound: optimizer state and activations come on top. Cuts of tp, ep and zero=3 are taken as even.
+    `absent`: names of the weights of other pipeline stages.
     """
     home = CPU if weights_on_host(plan.offload) else mesh.device
     total = memory_bytes(home)

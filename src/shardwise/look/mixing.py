@@ -56,7 +56,7 @@ def install(
 ) -> None:
     """Have modules run on the samples of all ranks of the axis.
 
-    mixers  by path, what another look has learnt
+    mixers  by path, what another look has learnt; None: nothing yet
     always  in evaluation too
     """
     for path, learnt in mixers.items():
@@ -208,7 +208,8 @@ class _KnownRows:
 def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: int = 0) -> list[LeafRows]:
     """Returns how many rows each leaf has for each of a module's rows, by what it has of a whole and of a part.
 
-    rows, of_part  of the whole and of the part; by default the leaves' own
+    rows, of_part  of the whole and of the part; 0: the leaves' own
+    Raises `RefusedPlan` where the leaves are others, or their rows in no whole ratio.
     """
     rows, of_part = rows or rows_of(whole), of_part or rows_of(part)
     if len(whole) != len(part):
@@ -227,7 +228,7 @@ def _learnt(whole: Sequence[Any], part: Sequence[Any], rows: int = 0, of_part: i
 
 
 def _alike(given: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Whether two lists of arguments are the same up to rounding."""
+    """Whether floating-point tensors in two lists of arguments are the same up to rounding; others count as alike."""
     for leaf, other in zip(given, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             continue

@@ -45,6 +45,8 @@ def blame(
 ) -> ShardwiseError:  # fmt: skip
     """Returns the error to raise where a forward failed under a plan: `InputError` if one process fails on `batch` too.
 
+    Else `RefusedPlan`, also where one process cannot be tried.
+
     what    what could not be done, as the message begins; it names the part of the plan
     module  the task's, for its size alone
     device  where the forward failed: a tensor that the loss makes on the CPU fails on an accelerator alone
@@ -71,7 +73,10 @@ def blame(
 
 
 def runs_on_more(task: Task, precision: Precision, few: Any, more: Any) -> bool:
-    """Returns whether one process fails on few samples and runs on more: a forward that takes them in groups."""
+    """Returns whether one process fails on few samples and runs on more: a forward that takes them in groups.
+
+    False where one process cannot be tried.
+    """
     with suppress(Untried):
         return failure_alone(task, precision, few) is not None and failure_alone(task, precision, more) is None
     return False

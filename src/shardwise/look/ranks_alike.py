@@ -31,7 +31,7 @@ class HeldAlike:
 
     Every rank makes one and calls it after the same steps.
 
-    remedy  ends the message on a buffer that differs
+    module  whose parameters and saved buffers are compared;  remedy  ends the message on a buffer that differs
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, remedy: str) -> None:
@@ -49,7 +49,7 @@ class HeldAlike:
         return step > 0 and step & (step - 1) == 0
 
     def __call__(self, step: int) -> None:
-        """Raise where ranks that should hold equal weights or buffers differ, after `step` steps. Collective."""
+        """Raise where ranks that should hold equal tensors differ after `step` steps, as `check` does. Collective."""
         if self._mesh.world.size > 1:
             self.check(gather_rows(put(self.row(), self._mesh.device), self._mesh.world).cpu(), step)
 
@@ -59,7 +59,10 @@ class HeldAlike:
         return [float(number) for number in (self._weights_place, weights, self._buffers_place, buffers)]
 
     def check(self, table: torch.Tensor, step: int) -> None:
-        """Raise where ranks that should hold equal tensors do not: each rank gives one row of numbers. Collective."""
+        """Raise `RunError` for weights that should be equal and are not, `RefusedPlan` for buffers. Collective.
+
+        table  (ranks, 4) the `row` of each rank
+        """
         if _differ(table[:, :2]):
             self._refuse(self._weights_place, self._weights(), _weights_apart, step)
         if _differ(table[:, 2:]):

@@ -42,7 +42,7 @@ def has_samples(task: Task) -> bool:
 
 
 def few_samples(task: Task, plan: Plan, world: Axis, device: torch.device) -> Any:
-    """Returns a batch to look at, the same on all ranks. Collective.
+    """Returns all of `Task.batch(0)`, or the first `SAMPLES` of `Task.data`: the same on all ranks. Collective.
 
     Raises `InputError` where there are fewer samples than data ranks, where `Task.batch` is not a function of
     the step alone, or where ranks find other samples in `Task.data`.
@@ -94,7 +94,7 @@ def first_micro_batch(batch: Any, plan: Plan, data_ranks: int) -> Any:
 
 
 def fewest_samples(task: Task, plan: Plan, batch: Any) -> int:
-    """Returns 2 where every rank is dealt at least two samples of each micro-batch, else 1.
+    """Returns 2 where `Task.batch` gives every rank at least two samples of each micro-batch, else 1.
 
     A forward may fail on a single sample (`squeeze()` without a dim), which a run then never gives it.
     """
@@ -116,7 +116,7 @@ def costly(batch: Any) -> list[str]:
 
 
 def repeated(batch: Any, times: list[int]) -> Any:
-    """Returns the batch with each sample repeated `times` in a row, in their order."""
+    """Returns the batch with sample i repeated `times[i]` times in a row, in their order."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim():

@@ -34,7 +34,11 @@ from shardwise.trace.outside_reads import OutsideReads
 
 
 def look_at_task(state: RankState, *, masks: bool) -> Findings:
-    """Returns `Findings` of a few samples before the first step; raises where a run would not equal one process."""
+    """Returns `Findings` of a few samples before the first step.
+
+    Raises `RefusedPlan` where a run would not equal one process, `InputError` for the task's own errors, and what
+    `make_and_look` answers: `TakesGradients` (its subclasses too) and `MixesSamples`. `masks`: as of `look`.
+    """
     task, share = state.task, partial(_on_all_ranks, state)
     sample = few_samples(task, state.plan, state.mesh.world, state.device)
     state.notices += [] if task.batch is None else costly(sample)
@@ -60,7 +64,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
 
 
 def _refuse_dealt(state: RankState, findings: Findings) -> None:
-    """Raise for a buffer made of samples within experts that ep deals, whose rows on a rank are not its samples'."""
+    """Raise `RefusedPlan` for a buffer made of samples within experts that ep deals: a rank's rows are not its own."""
     paths = [f"{stack.path}." for stack in state.experts.stacks] if state.experts is not None else []
     if lost := [name for name in findings.joined if name.startswith(tuple(paths))]:
         raise RefusedPlan(
@@ -127,7 +131,10 @@ def _look_at_few(
 
 
 def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool) -> str | None:
-    """Returns, where any rank asks, the difference that rank 0 finds in float64, as text; else None. Collective."""
+    """Returns, where any rank asks, the difference that rank 0 finds in float64, as text; else None. Collective.
+
+    Raises `Untried` on every rank.
+    """
     if not any(gather_json(asked, state.mesh.world, state.device)):
         return None
 
@@ -146,7 +153,7 @@ def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, aske
 
 
 def _refuse_dtypes(state: RankState, batch: Any) -> None:
-    """Raises where the module's dtypes do not go together in 16 bits: one stage would find it, and others wait."""
+    """Raises `InputError` where dtypes do not go together in 16 bits: one stage would find it, and others wait."""
     if state.precision.compute.itemsize >= 4:
         return
     message = ""
@@ -238,7 +245,8 @@ def may_mix(state: RankState) -> bool:
 def make_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:
     """Returns a state, and findings of the look at it; units of zero=3 hold what their own forwards read. Collective.
 
-    make  `enclosed` of `assemble` -> a state
+    make   `enclosed` of `assemble` -> a state
+    masks  will be dealt by global index: try that too
 
     Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
     unit around it, and where it saw one written, with that one whole; until there are none.

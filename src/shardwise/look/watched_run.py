@@ -276,6 +276,7 @@ class Seen(TorchDispatchMode):
     def _refuse_freed(self, roots: Any, create_graph: bool, inputs: Any) -> AbstractContextManager[None]:
         """Raise where a graph of gradients is asked for through weights that zero=3 has freed; else an empty context.
 
+        `RefusedPlan` where the loss asks, `TakesGradients` where the forward does.
         The outermost unit's are there: it runs from before them until after.
         """
         if not create_graph:
@@ -376,7 +377,7 @@ class Seen(TorchDispatchMode):
 
 
 def _refuse_transformed(path: str) -> None:
-    """Raise where a unit of zero=3 runs inside a transform of `torch.func`.
+    """Raise `InsideTransform`, of the whole model `RefusedPlan`, where a zero=3 unit runs in a `torch.func` transform.
 
     It copies its weights into place when its forward begins, which derivatives forbid, and torch before 2.13 in every
     transform.

@@ -69,7 +69,10 @@ class _Data(property):
 
 
 def _assign(before: Any, tensor: torch.Tensor, value: Any) -> None:
-    """Sets `tensor.data = value`, either of them distributed or standing for a distributed tensor."""
+    """Sets `tensor.data = value`, either of them distributed or not; `before` is torch's own attribute.
+
+    Raises `Uncut` where a weight would get another shape, or a whole tensor what is cut with weights.
+    """
     # marked by the attribute that gave it to the module's code: a view of the weight (`part/parameters`, `part/pairs`)
     if getattr(tensor, "reads_weight", False):
         value = now_of(value)

@@ -29,9 +29,12 @@ SUMS = ("added", "fresh")
 def ways(
     before: torch.Tensor, whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], bar: float
 ) -> list[str]:
-    """Returns the names in `WAYS` by which what the parts' forwards left gives what the whole's did, to within `bar`.
+    """Returns the names in `WAYS` by which what the parts' forwards left gives what the whole's did.
+
+    [] where shapes differ.
 
     sizes  samples of each part
+    bar    error allowed, times the largest absolute value that the whole left, or 1 if that is less
     """
     if len({tensor.shape for tensor in (before, whole, *parts)}) > 1:
         return []

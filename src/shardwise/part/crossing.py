@@ -95,7 +95,10 @@ def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch
 
 
 def apart(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
-    """Returns, differentiably, this rank's plain share under `cuts`. Collective where it is cut otherwise."""
+    """Returns, differentiably, this rank's plain share under `cuts`; without any, `settled(tensor)`, cut as it is.
+
+    Collective where it is a sum or cut otherwise.
+    """
     if not cuts:
         return settled(tensor)
     there, back = partial(share_under, cuts=cuts, axes=axes), partial(put_together, cuts=cuts, axes=axes)
@@ -134,7 +137,10 @@ def filled(
     shape: Sequence[int], value: float, along: Along, axes: Iterable[Axis], beside: Sequence[torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns a tensor of this whole shape filled with `value`, cut `along`: dealt as in `beside`, else in blocks."""
+    """Returns a tensor of this whole shape filled with `value`, cut `along`; `options` as of `torch.full`.
+
+    A dim is dealt as one of its length in `beside` is over that axis, else in blocks.
+    """
     by_name = {axis.name: axis for axis in axes}
     owners_by_axis = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
     local, cuts = list(shape), []

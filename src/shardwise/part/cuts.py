@@ -105,7 +105,7 @@ class Owners:
         return _indices(self, rank)
 
     def span(self, rank: int) -> tuple[int, int] | None:
-        """Returns (first, count) where the rank's indices are contiguous, else None."""
+        """Returns (first, count) where the rank's indices are contiguous, else None; (0, 0) where it has none."""
         runs = np.flatnonzero(self.who == rank)
         if not len(runs):
             return 0, 0
@@ -191,7 +191,10 @@ def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[
 
 
 def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int:
-    """Returns how many indices of dim `dim` must have one owner for a view from `before` to `after` to stay cut."""
+    """Returns how many indices of dim `dim` must have one owner for a view from `before` to `after` to stay cut.
+
+    Raises `Uncut` where no share of the dim is a whole part of the result.
+    """
     # shapes with a 0 say nothing of groups: the same view of full ones does
     if 0 in before:
         before, after = _as_if_full(before, after)
@@ -214,7 +217,7 @@ def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int
 
 @lru_cache(REMEMBERED)
 def in_whole_groups(owners: Owners, group: int) -> Owners:
-    """Returns owners rounded to whole groups of `group` indices, so that no group is divided."""
+    """Returns owners rounded to whole groups of `group` indices, a divisor of the size, so that none is divided."""
     count = owners.size // group
     # a group goes where its middle index lies, so the fewest indices move
     middle = owners.array[np.arange(count) * group + group // 2]
@@ -238,7 +241,10 @@ def runs_of(owners: Owners, rank: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(REMEMBERED)
 def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
-    """Returns owners of a dim of `size` whose slice has `owners`; other indices go to the nearest owner before them."""
+    """Returns owners of a dim of `size` whose slice has `owners`; other indices go where the kept one before them does.
+
+    Those in front of the first kept one go where it does; blocks where the slice is empty.
+    """
     if not owners.size:
         return Owners.blocks(size, owners.ranks)
     nearest = np.clip((np.arange(size) - start) // step, 0, owners.size - 1)

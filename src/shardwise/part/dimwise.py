@@ -60,7 +60,7 @@ class DimwiseRule:
         return {d % x.dim() for d in self.dims(x, arguments)}
 
     def on_shares(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns the operation's results: parts where the cut dim stays apart, else what `along` gives."""
+        """Returns the operation's results: parts where the cut dim stays apart, else what `along` gives, or `Uncut`."""
         part, arguments = args[0], arguments_of(func, args, kwargs)
         # `max(x, other)` has the name of a reduction and is an elementwise operation
         if not is_part(part) or "other" in arguments:
@@ -105,7 +105,7 @@ def _behind(part: Part, local: torch.Tensor, dims: set[int]) -> Part:
 
 
 def over(*names: str, dims: Dims = named, along: Along | None = None) -> DimwiseRule:
-    """Registers operations, on shares and by labels, by the dims that they run over; returns the rule."""
+    """Registers operations on shares (`along` None: `Uncut`) and labels, by dims they run over; returns the rule."""
     dimwise = DimwiseRule(dims, along)
     for name in names:
         RULES[name], LABELS[name] = dimwise.on_shares, dimwise.labels

@@ -27,7 +27,10 @@ _SAME_VALUES = _TURNS | {"view", "_unsafe_view", "reshape", "_reshape_alias", "_
 
 @answers_operations
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns the result of an operation on parts and sums, by its rule, applied for the outermost of their axes."""
+    """Returns the result of an operation on parts and sums, by its rule, applied for the outermost of their axes.
+
+    Raises `Uncut` where it has none, and what it reads may not be gathered.
+    """
     inputs = tensors_in((args, kwargs), Distributed)
     with answering(inputs):
         for each in inputs:

@@ -99,7 +99,10 @@ def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
 
 
 def on_whole_positions(func: Any, args: Any) -> Any:
-    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is told of each. Collective."""
+    """Returns the arguments with parts over positions gathered; in forward `GATHERS` is told of each. Collective.
+
+    Raises `Uncut` where a part is cut over an axis that cuts weights.
+    """
     parts: list[Part] = parts_in(args)
     # refused where weights are cut, so that the weight is left whole (`Uncut.origins`)
     if any(not part.axis.positions for part in parts):

@@ -30,7 +30,8 @@ def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
 def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     """Returns this rank's wanted indices of the cut dim, in order; an index outside the dim (-1, size) gives `fill`.
 
-    Collective. The result differs between ranks and is no part: an index may lie on several.
+    Collective. The result differs between ranks and is no part: an index may lie on several. Raises `Uncut` where an
+    axis further in cuts the dim too, and the part may not be gathered over it.
     """
     local = part.local
     if isinstance(local, Distributed):

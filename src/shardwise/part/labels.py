@@ -76,6 +76,7 @@ class WeightLabels:
 class Axes(TorchDispatchMode):
     """Mode that labels each index of weights and unites labels that an operation needs on one rank, by `LABELS`.
 
+    named    the parameters, by name;  whole  names of those that the plan keeps whole, and whose users may be cut
     in_loss  the model has returned: what runs now is the loss
     """
 

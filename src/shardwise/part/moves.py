@@ -32,6 +32,8 @@ from shardwise.part.tensor import Part, is_part
 def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) -> Part:
     """Returns the tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
+    Raises `Uncut` where an axis further in cuts the dim that is cut now, firmly, and `inside` is not given.
+
     inside  where an axis further in cuts the dim that is cut now: its owners of that dim once it is whole again
     """
     # the same dim, dealt otherwise: less to send
@@ -93,6 +95,7 @@ def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
     """Returns the tensor cut along the same dim, dealt by `owners`. Collective; not differentiable (see `moved`).
 
     group  indices that an axis further in, which cuts the dim too, keeps together
+    Raises `Uncut` where `owners` are of another size.
     """
     if owners == part.owners:
         return part
@@ -110,7 +113,8 @@ def reowned(part: Part, owners: Owners, group: int = 1) -> Part:
 def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
     """Returns the part cut along `dim` as `lead` is: itself, or, of positions, moved between ranks.
 
-    Collective where they differ; not differentiable. `Uncut` where the cut is not of positions; `what` reads both.
+    Collective where they differ; not differentiable. `Uncut` where the cut is not of positions, or the dim's sizes
+    differ; `what` names, for people, the operation that reads both.
     """
     if part.dim_cut == dim and part.beside(lead):
         return part
@@ -122,7 +126,7 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
 def share_as(tensor: torch.Tensor, lead: Part, dim: int, what: Any = "an operation") -> torch.Tensor:
     """Returns this rank's share along `dim` of a tensor, whole or cut over the rule's axis, dealt as `lead` is.
 
-    Collective where it is dealt otherwise; `what` reads both.
+    Collective where it is dealt otherwise; `Uncut` as of `dealt_as`, in which `what` names the reader.
     """
     return dealt_as(tensor, lead, dim, str(what)).local if is_part(tensor) else lead.share(tensor, dim)
 
@@ -273,7 +277,7 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
 
 
 def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
-    """Returns, differentiably, the part of which `local` (a parameter) is this rank's share."""
+    """Returns, differentiably, the part of which `local` (a parameter, named `origin`) is this rank's share."""
     there = partial(Part, dim=dim, owners=owners, axis=axis, origin=origin)
     back = partial(share_of, dim=dim, owners=owners, axis=axis)
     return linear(local, there, back, once=True)

@@ -155,7 +155,8 @@ def shares_in(child: nn.Module) -> list[tuple[torch.Tensor, ParameterCut]]:
 def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callable[[str], None]) -> None:
     """Makes the module's attributes give the shares themselves while `outside()`: for code beside its forward.
 
-    refuse  called with the name of a parameter in whose place another tensor is set
+    refuse  called with the attribute's name where another tensor is set in a parameter's place, at any time: it is to
+            raise, else `AttributeError` is
     """
     for child in module.modules():
         if "_tensor_cuts" in child.__dict__:
@@ -208,7 +209,7 @@ def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
 
 
 def _setter(leaf: str):
-    """Returns the setter of a cut parameter's attribute, which refuses."""
+    """Returns the setter of a cut parameter's attribute, which raises (`read_outside`, else `AttributeError`)."""
 
     def put(self: nn.Module, value: Any) -> None:
         refuse = self.__dict__.get("_set_outside")

@@ -41,7 +41,10 @@ class TableRecipe:
     plain_inputs: tuple[tuple[torch.Tensor, int], ...] = ()  # (tensor, its version when the table was made)
 
     def made(self, made_before: dict[int, Any]) -> Any:
-        """Returns the table, whole; None where a tensor that it was made of has changed since."""
+        """Returns the table, whole; None where a tensor that it was made of has changed since, or lost its memory.
+
+        made_before  id of a recipe -> what it made: filled here, empty at first
+        """
         # recipes share inputs (cos and sin of the same angles), each of which is made once
         if id(self) not in made_before:
             # a plain input that changed since, or is gone, cannot be used again

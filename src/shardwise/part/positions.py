@@ -79,7 +79,7 @@ class Positions:
         return tuple(sorted(by_name.values(), key=lambda axis: axis.depth))
 
     def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Returns (start, stop) of this rank's tile along each dim of space, in the order of a tensor's dims."""
+        """Returns (start, stop) of this rank's tile along each dim of space, whose whole sizes are `global_shape`."""
         axes = {axis.name: axis for axis in self.axes}
         ranges = []
         for name, n in zip(self.space, global_shape, strict=False):
@@ -94,7 +94,11 @@ class Positions:
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
     def cut(self, batch: Any, place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous) -> Any:
-        """Returns the batch with its tensors as parts; `place` puts this rank's share on its device."""
+        """Returns the batch with its tensors as parts; `place` puts this rank's share on its device.
+
+        A batch with another number of leaves than `cuts` stays whole. Raises `InputError` for too few positions, or a
+        tile of another shape than this rank's.
+        """
         leaves, spec = tree_flatten(batch)
         tensors = [place if isinstance(leaf, torch.Tensor) else lambda leaf: leaf for leaf in leaves]
         if len(leaves) != len(self.cuts):  # another kind of batch than the one that was looked at

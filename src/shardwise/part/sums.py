@@ -67,7 +67,8 @@ class Sum(Distributed):
 
         Of tiles that another axis cuts it is taken at once: functions on tiles are asked of parts, not of sums.
 
-        rows  (B, S), where `local` is (B * S, H)
+        spread  a (B, S, H) sum may be left in shares of S
+        rows    (B, S), where `local` is (B * S, H)
         """
         if axis.positions and isinstance(local, Part) and local.axis.positions:
             return cls(local, axis, origin, spread=spread).value()
@@ -88,7 +89,7 @@ class Sum(Distributed):
 
     @classmethod
     def read_only(cls, copy: torch.Tensor, axis: Axis, seen: GatheredView | None = None) -> torch.Tensor:
-        """Returns a copy as a reduced `Sum` that refuses writes; a copy of tiles as a `Part` that does."""
+        """Returns a copy (of a view `seen`) as a reduced `Sum` that refuses writes; of tiles as a `Part` that does."""
         if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
             copy.copied = True
             return copy
@@ -157,7 +158,10 @@ class Sum(Distributed):
         return made
 
     def value(self) -> torch.Tensor:
-        """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time."""
+        """Returns the total over ranks: plain, or a share of it along the sequence. Collective, the first time.
+
+        Raises `Uncut` for chunks, whose summands are not all there, and where a view was written into (`stale`).
+        """
         # a copy of a gathered view is as old as its last gathering
         if self.seen is not None and self.seen.moved:
             self.total = self.seen.view(self.seen.whole())

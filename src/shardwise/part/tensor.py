@@ -69,7 +69,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 class Part(Distributed):
     """This rank's share of a tensor: `local` along `dim`, whose indices `owners` deals over `axis`.
 
-    may_gather  gathering it is part of the plan (sequence parallelism), so an operation without a rule may
+    may_gather  gathering it is part of the plan (sequence parallelism), so an operation without a rule may;
+                over positions False, whatever is given, unless it holds integers or bools
     origin  the weight whose cut it goes back to
     rows    (B, S), where this is a (B, S, K) tensor seen as (B * S, K)
     """

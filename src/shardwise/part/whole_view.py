@@ -89,7 +89,7 @@ WHOLE = _Whole()
 def goal_of(part: Part, whole: WholeView) -> int | None:
     """Returns the dim along which a view's result is cut, told by one process's shapes; None: `regrouped` is to choose.
 
-    Alike on all ranks.
+    Alike on all ranks. Raises `Uncut` where ranks' shares are no shares of one dim.
     """
     goal = _taken_apart(part, whole)
     # told by the factor that was cut; or no axis further out, and `regrouped` may choose

@@ -62,7 +62,10 @@ class BatchDims:
             self.dims_by_op[key] = list(dict.fromkeys(self.dims_by_op.get(key, []) + met))
 
     def find(self, path: str, op: str, shape: tuple[int, ...], local_samples: int) -> int:
-        """Returns the batch dim of this tensor; where nothing was learnt, the first dim if the samples divide it."""
+        """Returns the batch dim of this tensor, -1, UNCLEAR or PACKED (`BatchDims`).
+
+        Where nothing was learnt: the first dim if the samples divide it, else -1.
+        """
         if not self.dims_by_op:
             return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
         entries = self.dims_by_op.get((path, op, len(shape)))

@@ -200,7 +200,7 @@ class GlobalRandom(TorchDispatchMode):
         return self.answer(func, args, kwargs) if draws(func, args, kwargs) else with_values(func)(*args, **kwargs)
 
     def answer(self, func, args, kwargs):
-        """Returns the result of a random op, drawn by global index."""
+        """Returns the result of a random op, drawn by global index; `RefusedPlan` where its samples are not clear."""
         key, path = self.paths.draw()
         self.met = True
         if func in DRAWS:
@@ -239,7 +239,7 @@ class GlobalRandom(TorchDispatchMode):
         return packed if is_packed else None
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
-        """Returns the dim of the samples in what an op draws, -1 for none; raises where it is not clear."""
+        """Returns the dim of the samples in what an op draws, -1 for none; `RefusedPlan` where it is not clear."""
         if self.samples.count == self.samples.total:
             return -1  # all samples are here
         dim = self.dims.find(path, str(func), shape, max(self.samples.count, 1))
@@ -344,6 +344,8 @@ def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch
 
 class ConstantRandom(TorchDispatchMode):
     """Mode in which random ops draw the same for every sample, and are noted in `calls`.
+
+    level  the uniform number, in [0, 1), of which draws are made
 
     Under it a module is a function of each sample alone, so that additivity of its loss can be checked with dropout
     on, and two runs of unequal size show which dim of each random tensor is the batch.

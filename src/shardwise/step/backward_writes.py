@@ -95,7 +95,7 @@ class BackwardWrites:
 
 @contextmanager
 def noting_buffers(writes: BackwardWrites | None, *, ahead: bool = False) -> Iterator[None]:
-    """Context of one backward of a step; `ahead`: forwards ran before it that come after it in one process."""
+    """Context of a backward (`writes` None: not noted); `ahead`: forwards ran that one process runs after it."""
     before = writes.few() if writes is not None else []
     yield
     if writes is not None:

@@ -66,7 +66,8 @@ def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks:
     """Returns this rank's `Share` of each micro-batch of a GLOBAL batch.
 
     A rank with no sample in a micro-batch gets the micro-batch's first sample as a stand-in, with count 0.
-    The parts of all ranks that count, joined in rank order, are the batch again.
+    The parts of all ranks that count, joined in rank order, are the batch again. Raises `InputError` for a leaf that
+    cannot be cut, and for fewer samples than micro-batches.
     """
     check_ranks(data_rank, data_ranks)
     if accumulate < 1:

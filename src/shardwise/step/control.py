@@ -47,7 +47,7 @@ class Tally:
     def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
         """Returns this rank's control row, (6 + extras,) float64 on the device; with pieces, their summands follow.
 
-        total, weight, samples, fingerprint of what was used, whether a stand-in ran, squared norm; extras
+        total, weight, samples, fingerprint of what was used, whether a stand-in ran, squared norm; extras; last `alike`
         """
         others = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
         sums = [self._sum(self.totals), self._sum(self.weights)]
@@ -159,7 +159,7 @@ def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreem
 
 
 def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.device, *, refuse: bool) -> set[int]:
-    """Returns indices of the parameters that any rank reached. With `refuse`, `RunError` where ranks differ.
+    """Returns indices of the parameters that any rank reached. Collective. `refuse`: `RunError` where ranks differ.
 
     Ranks that ran a stand-in sample may have taken another branch; they are not compared.
     """

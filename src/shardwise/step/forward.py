@@ -231,7 +231,10 @@ def lone_value(error: ValueError, samples: int) -> InputError | None:
 
 
 def _has_samples(leaves: tuple, counts: list[int]) -> bool:
-    """Whether the first dim of an output, computed for several numbers of samples, counts them."""
+    """Whether the first dim of an output, computed for several `counts` of samples, counts them; else `RefusedPlan`.
+
+    False for one of the same shape whatever the count, and for plain values.
+    """
     leaf = leaves[0]
     # what is no tensor is not gathered: plain values are the same on every rank, other objects might hold tensors
     if not isinstance(leaf, torch.Tensor):

@@ -31,7 +31,11 @@ _TAG = "buffers"
 
 
 def install(module: nn.Module, joined: Mapping[str, str], axis: Axis, phase: Phase) -> None:
-    """Join buffers over the axis after each forward of the module in training. `joined`: way by name of the buffer."""
+    """Join buffers over the axis after each forward of the module in training.
+
+    joined  name of a buffer -> how, one of `WAYS`
+    phase   while it is `looked_at`, or the `same` samples are every rank's, nothing is joined
+    """
     if joined and axis.size > 1:
         joins = _Joins(module, joined, axis, phase)
         module.register_forward_pre_hook(lambda m, args: joins.begin())

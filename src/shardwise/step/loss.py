@@ -52,7 +52,10 @@ class Loss:
         return Loss(self.total, self.weight, {**self.extras, **extras})
 
     def numbers(self) -> dict[str, float]:
-        """Returns every sum and weight by name, for comparison. Reads them: the host waits."""
+        """Returns every sum and weight by name, for comparison. Reads them: the host waits.
+
+        Raises `InputError` for a negative weight.
+        """
         numbers = {"sum": float(self.total.detach()), "weight": not_negative(float(self.weight), "weight")}
         for name, extra in self.extras.items():
             numbers[f"extra '{name}'"] = float(extra.total.detach())
@@ -76,8 +79,11 @@ def is_second_backward(error: BaseException) -> bool:
 
 
 def loss_on(task: Task, output: Any, batch: Any) -> Loss:
-    """Returns the task's loss of an output, checked. A TypeError or AttributeError of it gets a note on
-    what it was given: an output that is no tensor, or for a loss module a batch that is none."""
+    """Returns the task's loss of an output, checked by `read_loss`, which raises `InputError`.
+
+    A TypeError or AttributeError of it gets a note on what it was given: an output that is no tensor, or for a loss
+    module a batch that is none.
+    """
     try:
         returned = task.loss(output, batch)
     except (TypeError, AttributeError) as error:

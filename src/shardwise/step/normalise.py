@@ -167,7 +167,11 @@ def clip_of(state: RankState, norm: float) -> float:
 
 
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
-    """Divides gradients by the global weight and clips; returns (`StepResult`, whether all ranks may update)."""
+    """Divides gradients by the global weight and clips; returns (`StepResult`, whether all ranks may update).
+
+    Raises `NotFinite` on every rank for a loss or norm that is not finite, where such steps are neither skipped nor
+    used and no loss scale expects it; `InputError` for a negative weight.
+    """
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
     scale, divisor = state.scale, divisor_of(state, weight)
     summed = state.technique.in_pieces and state.order is None

@@ -15,7 +15,8 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
     """Returns (what backward differentiates, extra terms by name): the sum plus extras, times the loss scale.
 
     An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
-    the step's loss is sum_i (S_i + w_i E_i / V_i) / W.
+    the step's loss is sum_i (S_i + w_i E_i / V_i) / W. Collective where an extra has a weight of its own, and in the
+    first call with a loss scale. Raises `RefusedPlan` for extra terms that this plan cannot add up.
     """
     loss = _with_all_terms(state, loss)
     objective = loss.total

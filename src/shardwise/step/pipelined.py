@@ -175,7 +175,7 @@ class _Row:
         staged.staged.taken = []  # or the last of them would live on until the next step
 
     def _as_first(self, stage: int) -> None:
-        """Refuse a forward that leaves other weights trainable than the step's first one, whose backward is to come."""
+        """Raise `RefusedPlan` where a forward leaves other weights trainable than the stage's first one of the step."""
         now = self.staged.trainable()
         if now != self._trained.setdefault(stage, now):
             raise RefusedPlan(

@@ -56,7 +56,7 @@ def clipped_late(state: RankState, result: StepResult) -> float | None:
 
 
 def check_same(first: StepResult, again: StepResult) -> None:
-    """Raise `RunError` where the second run of a step's forward and backward was of something else; on every rank."""
+    """Raise `RunError`, on every rank, where the gradient norms of a step's two runs differ by more than `APART`."""
     if not math.isclose(first.grad_norm, again.grad_norm, rel_tol=APART):
         raise RunError(
             f"gradients=as_made: step {first.step} was repeated, since its gradients had to be clipped, and its norm "

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 class StepResult:
     """One optimizer step, the same numbers on every rank.
 
-    loss       global sum / global weight, extra terms added
+    step       from 0
+    loss       global sum / global weight, extra terms added; NaN where nothing counts
     weight     global weight
     extras     each extra term as it entered the loss
     grad_norm  global norm of the gradient before clipping
-    lr         learning rate of the first parameter group in this step
+    lr         learning rate of the first parameter group in this step; NaN where it has none
     skipped    the update was left out because a value was not finite
     samples    samples that counted, over all ranks
     metrics    those of Task.metrics over the step's samples

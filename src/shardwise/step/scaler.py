@@ -16,14 +16,17 @@ GROW_AFTER = 2000
 
 
 class LossScale:
-    """`value` multiplies the sum of losses; it halves on overflow and doubles after many steps without one."""
+    """`value` multiplies the sum of losses; it halves on overflow and doubles after many steps without one.
+
+    0.0 until `factor` has chosen it.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0
         self._good_steps = 0
 
     def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device, micro_batches: int) -> float:
-        """Returns the scale; the first call chooses 2^15 over the global weight, since sums grow with it.
+        """Returns the scale; the first call, collective, chooses 2^15 over the global weight, since sums grow with it.
 
         The weight of the first of a step's micro-batches, over all ranks, stands for each of them, so that the scale
         is the same however a global batch is dealt.

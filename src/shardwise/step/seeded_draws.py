@@ -31,7 +31,10 @@ def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool =
 
 @contextmanager
 def drawing(state: RankState) -> Iterator[None]:
-    """Context of forwards and backwards: random numbers by global index, where asked for and where the module draws."""
+    """Context of forwards and backwards: random numbers by global index, where asked for and where the module draws.
+
+    Raises `RefusedPlan` for compiled blocks that were found to draw.
+    """
     random, watch = state.global_random, state.watch
     if random is None:
         yield

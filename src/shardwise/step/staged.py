@@ -63,6 +63,7 @@ class StagedForward(Forward):
         """Returns (what a stage sends on, or the model's output; a tape of gradients or None). `batch`: on the device.
 
         The tape is of gradients that go back to the stage, where the forward takes some. `number`: of the micro-batch.
+        `inbox`: (what the stage before sent, whether it needs a gradient); [] for the first stage.
         """
         tape = self.serving.tape(index, number) if self.serving is not None else None
 
@@ -117,7 +118,10 @@ class StagedForward(Forward):
         return self.loss_of(output, batch, part) if self.has_loss else _no_loss(self.device)
 
     def shared(self, read: Callable[[], Loss]) -> Loss:
-        """Returns the loss that `read` gives on the last stage, as numbers on every stage. Collective over stages."""
+        """Returns the loss that `read` gives on the last stage, as numbers on every stage. Collective over stages.
+
+        Raises `RefusedPlan` on all stages where it is NaN.
+        """
         mine = None
         if self.has_loss:
             loss = read()

@@ -46,7 +46,7 @@ class MetricTally:
             self.sums[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
 
     def _read(self, returned: Any) -> list[tuple[str, torch.Tensor, torch.Tensor, Callable[[float], float] | None]]:
-        """Returns (name, sum, weight, what comes after the division) of each metric; sums are () or (V,) float64."""
+        """Returns (name, sum, weight, what follows the division) of each metric, or `InputError`; sums () or (V,)."""
         if not isinstance(returned, dict):
             raise InputError(f"{_SHAPE}, got {type(returned).__name__}")
         metrics = []
@@ -73,7 +73,10 @@ class MetricTally:
         return extras
 
     def collect(self, axis: Axis) -> dict[str, float]:
-        """Returns {metric: value} over all ranks since the last call; of vectors "name/0" and so on. Collective."""
+        """Returns {metric: value} over all ranks since the last call; of vectors "name/0" and so on. Collective.
+
+        NaN for one without weight; {} where nothing was added.
+        """
         names = sorted(self.sums)  # one order on all ranks
         if not names:
             return {}

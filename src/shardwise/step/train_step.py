@@ -49,7 +49,11 @@ def dealt(state: RankState, batch: Any) -> list[Share]:
 
 
 def train_step(state: RankState, parts: list[Share]) -> StepResult:
-    """Take one optimizer step on this rank's parts of a global batch; returns its loss, norm, ... Collective."""
+    """Take one optimizer step on this rank's parts of a global batch; returns its loss, norm, ... Collective.
+
+    Raises `NotFinite`, or a `RunError` that names the sample at fault, as `state.on_nonfinite` says; `RunError` where
+    ranks took different branches; `InputError` for the task's own mistakes, `RefusedPlan` for what a step finds.
+    """
     if state.look_first is not None:
         look, state.look_first = state.look_first, None
         look(parts[0].total)
@@ -145,7 +149,7 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
     """Returns (result, whether ranks may update); gradients are summed over ranks, divided and clipped. Collective.
 
     tally   what this rank added up over the step's micro-batches
-    Raises `RunError` where ranks took different branches that one process could not have taken.
+    Raises `RunError` where ranks took different branches that one process could not have taken, and as `normalise`.
     """
     with state.hooks.inside("reduce"):
         reach("reduce", subject=state)
@@ -310,7 +314,10 @@ def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last:
 
 @torch.no_grad()
 def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
-    """Returns (sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
+    """Returns (sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective.
+
+    Extra terms are left out; metrics are added up for `collect_metrics`.
+    """
     reach("evaluate", subject=state)
     set_training(state.module, False)
     tally = Tally(state.device, state.counts)

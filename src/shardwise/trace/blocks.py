@@ -105,7 +105,10 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
 
 
 def blocks_of(module: nn.Module, wrap: tuple[str, ...] = (), *, nested: bool = True) -> Blocks:
-    """Returns the blocks that `wrap` names, else the repeated ones; `nested` as in `find_blocks`."""
+    """Returns the blocks that `wrap` names, else the repeated ones; `nested` as in `find_blocks`.
+
+    Raises `InputError` as of `choose_blocks`.
+    """
     return choose_blocks(module, wrap) if wrap else find_blocks(module, nested=nested)
 
 

@@ -31,7 +31,10 @@ LARGE = 4096  # elements from which a new tensor gets no values
 
 @contextmanager
 def recording(tape: ConstructorTape) -> Iterator[None]:
-    """Context: a constructor that runs inside is written onto the tape."""
+    """Context: a constructor that runs inside is written onto the tape.
+
+    Raises `NotReplayable` inside, where it reads values that are random or not made yet, or draws on a device.
+    """
     recorder = _Recorder(tape)
     with _Guard(tape), recorder, _initialisers(recorder):
         yield
@@ -46,8 +49,9 @@ class _Recorder(TorchDispatchMode):
         self.paused = False
 
     def initialise(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Record a call of one of `torch.nn.init`'s functions as a single op.
+        """Record a call of one of `torch.nn.init`'s functions as a single op; returns its result.
 
+        That is the tensor that it was given, where this has no values yet and the function is not run.
         Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
         """
         first = next((tensor for tensor in tensors_in((args, kwargs))), None)
@@ -232,7 +236,10 @@ def _laid_out(read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Ten
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """Returns the state of the generator among a call's arguments; None without one, or where it is torch's own."""
+    """Returns the state of the generator among a call's arguments; None without one, or where it is torch's own.
+
+    Raises `NotReplayable` for one on a device.
+    """
     generator = _generator_in(args, kwargs)
     if generator is None or generator is torch.default_generator:
         return None

@@ -31,14 +31,17 @@ def converting() -> Iterator[None]:
 
 
 def refuse_conversions(module: nn.Module) -> None:
-    """Make `.to`, `.half` and the like of a module and its submodules raise where they would change a parameter."""
+    """Make `.to`, `.half` and the like of a module, and of submodules, raise `RefusedPlan` if a parameter would change.
+
+    Buffers are converted as asked.
+    """
     paths = {child: f"{path}." if path else "" for path, child in module.named_modules()}
     for child in paths:
         vars(child)["_apply"] = types.MethodType(_conversion_of(child, paths), child)
 
 
 def _conversion_of(original: nn.Module, paths: dict[nn.Module, str]) -> Callable[..., nn.Module]:
-    """Returns a `_apply` for the module that raises where `function` would change a parameter."""
+    """Returns a `_apply` for the module that raises `RefusedPlan` where `function` would change a parameter."""
 
     def apply(module: nn.Module, function: Convert, recurse: bool = True) -> nn.Module:
         if _ours.get() or module is not original:  # a copy, which no plan holds

@@ -72,7 +72,10 @@ class Built:
             self._fill_unnamed(tape)
 
     def value(self, name: str) -> torch.Tensor:
-        """Returns the full tensor on the CPU, newly made (a reference to the real one when nothing was deferred)."""
+        """Returns the full tensor on the CPU, newly made; the real one itself when nothing was deferred.
+
+        One of `pairs` is real, with a last dim of 2. Raises `InputError` where `value_from` gives another shape.
+        """
         value = self._value(name)
         return torch.view_as_real(value.resolve_conj()) if name in self.pairs and value.is_complex() else value
 
@@ -92,9 +95,9 @@ class Built:
             return self._replay(self._refs[name])
 
     def drawn(self) -> tuple[list[str], int]:
-        """Returns (parameters whose values come from no file, number of those whose values do) where some do of each.
+        """Returns (parameters whose values come from no file, number of those whose values do).
 
-        ([], 0) where the module was built for real.
+        ([], 0) where no values come from a file, or the module was built for real.
         """
         stored = self.stored()
         if not stored:
@@ -259,7 +262,7 @@ def build(model: Callable[[], nn.Module], seed: int, *, own: bool = True) -> Bui
     """Returns the module with large tensors deferred; built for real, with a notice, where it cannot be replayed.
 
     own     a module whose weights were there before the call is copied; False: it is a script's, to be changed itself
-    Raises `InputError` when the constructor fails by itself, in one process without shardwise.
+    Raises `InputError` when the constructor fails by itself, in one process without shardwise, and as `checked` does.
     """
     tape = ConstructorTape()
     try:
@@ -279,7 +282,10 @@ def build(model: Callable[[], nn.Module], seed: int, *, own: bool = True) -> Bui
 
 
 def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str, *, own: bool = True) -> Built:
-    """Returns the module with every weight made here; the engine then hands rank 0's to all ranks, one by one."""
+    """Returns the module with every weight made here; the engine then hands rank 0's to all ranks, one by one.
+
+    reason  why, for the notice;  own  and what is raised: as of `build`
+    """
     _seed_everything(seed)
     try:
         with as_written(), parameters_put() as new:

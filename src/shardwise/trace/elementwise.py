@@ -31,7 +31,10 @@ class _Small:
 
 
 def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether each element of the results depends on that element of the (broadcast) inputs alone."""
+    """Whether each element of the results depends on that element of the (broadcast) inputs alone.
+
+    False of what writes, draws or gives a view (`add_`), and without a tensor that has dims: none of these is tried.
+    """
     schema = func._schema
     # what writes, draws or gives a view of its input has rules of its own, and is not tried on other values
     aliases = any(result.alias_info is not None for result in schema.returns)
@@ -90,7 +93,10 @@ def _ways(leaves: tuple) -> list[tuple[float, int]]:
 def _holds(
     func: Any, leaves: tuple, spec: Any, ndim: int, scale: float, integers: int, generator: torch.Generator
 ) -> bool:
-    """Whether each index of the results, in one trial, equals the operation run on that index of the inputs alone."""
+    """Whether each index of the results, in one trial, equals the operation run on that index of the inputs alone.
+
+    scale, integers  of the values drawn: the width of real numbers, the bound of integers
+    """
     made = [_drawn(leaf, scale, integers, generator) if isinstance(leaf, _Small) else leaf for leaf in leaves]
     tensors = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))

@@ -190,7 +190,10 @@ class Flow:
         return self.root.below()
 
     def crossings(self, *, functions: bool = False) -> Iterator[tuple[ModuleCall, list[int]]]:
-        """Yields (call, numbers): tensors that depend on parameters, made before the call is entered and used after."""
+        """Yields (call, numbers): tensors that depend on parameters, made before the call is entered and used after.
+
+        functions  for calls of torch's functions by forwards' own code, in place of the calls of submodules
+        """
         ahead = [
             (made, number)
             for number, made in enumerate(self.made)

@@ -389,7 +389,10 @@ def unpadded() -> Iterator[None]:
 
 @contextmanager
 def values(fake: FakeMode, *, draws: bool = False) -> Iterator[Values]:
-    """Context: the fake mode with `Values` above it; yields that."""
+    """Context: the fake mode with `Values` above it; yields that.
+
+    draws  single random numbers get drawn values; else one of `rand` has its median, and others have none
+    """
     mode = Values(fake, draws=draws)
     with fake, mode:
         yield mode
@@ -399,7 +402,10 @@ PACK = torch.ops.aten._pack_padded_sequence.default
 
 
 def packed(lengths: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns (sequences at each time, rows in all) for lengths in descending order."""
+    """Returns (sequences at each time, rows in all) for lengths in descending order.
+
+    Raises ValueError for a length of 0, or without lengths.
+    """
     if not lengths.numel() or int(lengths.min()) < 1:
         raise ValueError("a sequence of length 0 cannot be packed")
     times = torch.arange(int(lengths[0]))

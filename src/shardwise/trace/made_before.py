@@ -31,7 +31,7 @@ def parameters_put() -> Iterator[set[int]]:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Returns a copy of a module in which tensors by id are those of `memo`. Raises `InputError` if it has none.
+    """Returns a copy of a module in which tensors by id are those of `memo`. `InputError` where it cannot be copied.
 
     A gradient that comes to a weight of the module itself from now on is an error: the loss reads it.
     """

@@ -28,7 +28,10 @@ ELEMENT_COST = 50.0  # floating-point operations in the time that one element of
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that numbers tensors and appends each operation to `ops`."""
+    """Dispatch mode that numbers tensors and appends each operation to `ops`.
+
+    parameters, buffers  id of the tensor that the forward runs on -> the id by which the flow tells of it
+    """
 
     def __init__(self, parameters: dict[int, int], buffers: dict[int, int], earlier: Sequence[Recorder] = ()):
         super().__init__()

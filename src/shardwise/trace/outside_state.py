@@ -34,7 +34,7 @@ _OTHERS = ("torch", "shardwise", "numpy", "builtins", "functools", "threading", 
 
 
 def is_own(value: Any) -> bool:
-    """Whether a value is an object with attributes, of a class that is neither torch's nor ours."""
+    """Whether a value is an object with attributes, of a class of the user's; not a module, a thread or a callable."""
     kind = type(value)
     # a thread changes what it holds by itself, at times of its own: no forward did, and ranks would differ
     if isinstance(value, nn.Module | type | Thread) or kind.__module__.partition(".")[0] in _OTHERS or callable(value):

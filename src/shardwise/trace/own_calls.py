@@ -44,9 +44,10 @@ Before = Callable[[Any, Spot, str], None]
 
 
 class OwnCalls(TorchFunctionMode):
-    """While entered, calls `note` for every call whose result has a tensor. `first`: whose forward runs.
+    """While entered, calls `note(whose, spot, name, result)` for every call whose result has a tensor.
 
-    before  told of every call before it is made, with the spot that it has if its result has a tensor
+    first   whose forward runs at first; None: nobody's, of which nothing is noted
+    before  called with (whose, spot, name) before every call; the spot counts if its result has a tensor
     """
 
     def __init__(self, note: Note, first: Any, before: Before | None = None):

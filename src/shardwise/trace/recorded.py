@@ -241,6 +241,9 @@ def trace_forward(
 ) -> tuple[Flow, str]:
     """Returns the flow of `run(module, batch)` for a module without weights, and a notice where it ran on real tensors.
 
+    The notice is "" where it ran on tensors without values.
+
+    seed      of what the forward draws
     dtype_of  the dtype in which a parameter or buffer is held when the module runs
 
     The module is left as it was. What the forward itself raises is raised.

@@ -38,7 +38,10 @@ def hidden(output: Any) -> list[torch.Tensor]:
 
 
 def change_hidden(output: Any, change: Change) -> None:
-    """Replace each tensor that an object in `output` holds by `change(tensor)`, in the object itself."""
+    """Replace each tensor that an object in `output` holds by `change(tensor)`, in the object itself.
+
+    One that lies in a tuple there is given to `change`, and stays.
+    """
     seen: set[int] = set()
     for leaf in tree_leaves(output):
         if not isinstance(leaf, _CLOSED):

@@ -6,7 +6,7 @@
 What this does not do: statistics over cut samples or positions (`parallel.batchnorm`, and Uncut here), or kernels of
 other names than torch's own.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On tiles by `deep` or `overlap` (plain ones alone) where these can, else the halo is waited for.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

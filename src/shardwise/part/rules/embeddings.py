@@ -1,6 +1,6 @@
 """Rows of a table (`F.embedding`): cut by rows a sum to which one rank adds each, cut by columns local.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fused attention on cut heads (or samples): local. On cut positions: parallel/sequence; written out: products.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

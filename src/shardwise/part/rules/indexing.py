@@ -4,7 +4,7 @@ By plain indices of the cut dim each entry's owner adds it to a sum; by indices 
 and of a cut dim too where these name what the rank has (places that a mask selects).
 Where tiles name the places of a field that is cut too, every rank gathers it, and the run says what that costs.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`cat` and `stack`: owners are joined as the indices are; a whole tensor beside cut ones belongs to its neighbour.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 nll_loss   cut along classes: one rank has a target's entry      along samples: the sum comes first, then the mean
 ctc_loss   (T, B, C) gathered in forward and again in backward; each rank keeps its positions of the gradient
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Returns a loss of elements (`mse_loss`), or its backward, by the elementwise operation and its sum or mean."""
+    """Returns a loss of elements (`mse_loss`), or its backward, by the elementwise operation and its sum or mean.
+
+    Raises `Uncut` for every operation that is none.
+    """
     bound = arguments_of(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]

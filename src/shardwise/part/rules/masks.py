@@ -9,7 +9,7 @@ front of the cut dim: these counts are summed over ranks, and nothing else is se
 one process to know how many there are.
 
 Places are numbers of the whole tensor. Each rank has those in its own share, and what reads or writes rows there (the
-tokens of one expert) does so on shares (`rules/indexing`, `rules/scatters`).
+tokens of one expert) does so on shares (`rules/indexing`, `rules/scatters`). What has no rule raises `Uncut`.
 """
 
 from __future__ import annotations

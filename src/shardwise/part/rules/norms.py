@@ -7,7 +7,7 @@
 Two small all-reduces forward over each axis, one backward. Statistics are float32 at least.
 Source: Ioffe and Szegedy (2015); Wu and He, "Group Normalization" (2018).
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

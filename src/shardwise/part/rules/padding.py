@@ -1,4 +1,4 @@
-"""Padding, flips, rolls: each rank fetches the indices that its share of the dim shows. Boundaries: boundary.py."""
+"""Padding, flips, rolls (else `Uncut`): a rank fetches the indices that its share shows. Boundaries: boundary.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Windows as dims: `Tensor.unfold`. `F.unfold` and `F.fold` of tiles: rare. Paddings by a boundary: boundary.py.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Labels: an activation's meet those of a weight's inner dim, the result has those of its outer dim. Convolutions have a
 file of their own.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

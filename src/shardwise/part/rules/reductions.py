@@ -1,6 +1,6 @@
 """Reductions, norms of dims too: of a rank's own where the cut dim stays; over it by small collectives (`REDUCTIONS`).
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

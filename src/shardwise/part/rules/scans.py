@@ -35,7 +35,10 @@ _OTHERS = ("cumprod", "cummax", "cummin")
 
 
 def along_cut(func: Any, part: Part, dims: set[int], keepdim: bool, arguments: dict[str, Any]) -> Any:
-    """Returns the scan of floating-point positions along the dim that is cut. Collective."""
+    """Returns the scan of floating-point positions along the dim that is cut. Collective.
+
+    Raises `Uncut` for other dtypes and axes, and for more than `MOST_RUNS` runs of one owner.
+    """
     if not part.axis.positions or not part.is_floating_point() or len(part.owners.who) > MOST_RUNS:
         raise Uncut(no_rule(func, [part]))
     return scanned(func, whole_inside(part), arguments.get("dtype"))

@@ -1,4 +1,4 @@
-"""Writing at indices of a dim: scatters, `index_put`, `index_add`; masks: masks, slices: writes."""
+"""Writing at indices of a dim (else `Uncut`): scatters, `index_put`, `index_add`; masks: masks, slices: writes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 What a rank keeps of a cut dim is what it owns of the slice; nothing is sent. One index of a dim that is cut over
 positions is a sum to which its owner alone adds.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Softmax, by two small all-reduces along the cut dim, and gated units (`glu`), whose halves are dealt alike.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Where a cut dim's shares are no whole dims of the view, positions are dealt anew; other cuts are `Uncut`. Transposes and
 the like: dims.
 
-Label rules return False where the labelled inputs have to stay whole (`part/labels`).
+A rule raises `Uncut` for what it cannot do; a label rule returns False where inputs are to stay whole (`part/labels`).
 """
 
 from __future__ import annotations

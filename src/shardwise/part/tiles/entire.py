@@ -121,7 +121,10 @@ def whole_without_rule(*names: str) -> None:
 
 
 def apart(function: Callable, lead: Callable[[torch.Tensor], int]) -> None:
-    """Registers `function` on tiles: it runs on each rank's own indices of the first `lead(input)` dims."""
+    """Registers `function` on tiles: it runs on each rank's own indices of the first `lead(input)` dims.
+
+    It raises `Uncut` where another argument is cut otherwise along these.
+    """
     answer = FUNCTIONS.get(function, function)  # read before it is replaced below: it answers cuts of the other dims
 
     def run(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

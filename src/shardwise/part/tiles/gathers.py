@@ -41,7 +41,7 @@ def watching() -> Iterator[list[Gather]]:
 
 
 def noted(what: str, tensor: torch.Tensor, cut: CutDim, samples: int | None = None) -> None:
-    """Note that a tensor (samples first, or of so many) is gathered over the axis of a cut."""
+    """Note that a tensor is gathered over the axis of a cut. `samples`: in it; None: its first dim are samples."""
     samples = tensor.shape[0] if samples is None else samples
     elements = tensor.numel() // max(samples, 1) * (cut.axis.size - 1) // cut.axis.size
     for seen in _SEEN:

@@ -137,7 +137,7 @@ def placed(local: torch.Tensor, cut_dims: list[CutDim]) -> torch.Tensor:
 
 
 def taken(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
-    """Returns this rank's share of a weight that has an element for each index of the cut dims. Differentiable."""
+    """Returns, differentiably, this rank's share of a weight (or None) with an element for each index of the cuts."""
     for cut in cut_dims if tensor is not None else []:
         tensor = _taken(tensor, cut)
     return tensor
@@ -168,7 +168,10 @@ def _of_a_sum(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 
 def used(tensor: torch.Tensor | None, cut_dims: list[CutDim]) -> torch.Tensor | None:
-    """Returns a weight for this rank's tile; its gradient is summed over the cuts' axes later. Differentiable."""
+    """Returns a weight for this rank's tile; its gradient is summed over the cuts' axes later. Differentiable.
+
+    Raises `Uncut` where positions cut the weight itself.
+    """
     if tensor is None:
         return None
     if cuts(tensor, range(tensor.dim())):
