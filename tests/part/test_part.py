@@ -402,6 +402,13 @@ def test_an_operation_without_a_rule_is_refused_by_name() -> None:
         torch.linalg.det(_rehearsed((3, 4, 4), 1, may_gather=False))
 
 
+def test_an_index_that_is_not_there_is_an_error_as_in_torch() -> None:
+    part = _rehearsed((8, 3), 0, may_gather=True)
+    for index in (8, -9):
+        with pytest.raises(IndexError, match="out of range"):
+            part.select(0, index)
+
+
 def test_a_refusal_names_the_key_that_leaves_the_weight_whole() -> None:
     axis = Axis("tp", 2, 0, None, (0, 1), rehearsal=Ledger())
     part = Part(torch.ones(2, 4), 0, Owners.blocks(4, 2), axis, origin="head.weight")

@@ -220,7 +220,7 @@ def _holders(
         used = [stage.index for stage in stages if id(param) in stage.parameters]
         # unused on the look's samples (an expert without a token): it may be used on others, where its module ran
         holders[name] = ranks(used or where.of(module, param))
-    _check_union(module, holders, stages, schedule)
+    _check_union(module, holders, stages)
     buffers = {}
     kept = kept_on(flow, [stage.entry for stage in stages if stage.entry is not None])
     for name, buffer in module.named_buffers():
@@ -258,9 +258,7 @@ class _Where:
         return [0]
 
 
-def _check_union(
-    module: nn.Module, holders: dict[str, tuple[int, ...]], stages: list[Stage], schedule: Schedule
-) -> None:
+def _check_union(module: nn.Module, holders: dict[str, tuple[int, ...]], stages: list[Stage]) -> None:
     """Raise `RefusedPlan` for a parameter that no stage holds, and for a stage that has none to train."""
     # such a parameter would be trained by nobody
     lost = [name for name, _ in module.named_parameters() if not holders.get(name)]

@@ -56,24 +56,24 @@ def _in_turns(forwards: Row, backwards: Row, ahead: int, delay: int | None) -> R
     return row + pending
 
 
-def _one_stage(p: int, m: int, rank: int, ahead: int, delay: int | None) -> Row:
+def _one_stage(m: int, rank: int, ahead: int, delay: int | None) -> Row:
     forwards = [Op("F", rank, i) for i in range(m)]
     backwards = [Op("B", rank, i) for i in range(m)]
     return _in_turns(forwards, backwards, min(ahead, m), delay)
 
 
 def _1f1b(p: int, m: int, v: int, rank: int) -> Row:
-    return _one_stage(p, m, rank, p - rank - 1, None)
+    return _one_stage(m, rank, p - rank - 1, None)
 
 
 def _zbh1(p: int, m: int, v: int, rank: int) -> Row:
     """Returns ZB-H1's row: every rank keeps p micro-batches, those of later ranks waiting for their W alone."""
-    return _one_stage(p, m, rank, p - rank - 1, rank)
+    return _one_stage(m, rank, p - rank - 1, rank)
 
 
 def _zbh2(p: int, m: int, v: int, rank: int) -> Row:
     """Returns ZB-H2's row: as many forwards ahead as a gradient takes to come back, 2p - 1 on every rank."""
-    return _one_stage(p, m, rank, 2 * (p - rank) - 2, 2 * rank)
+    return _one_stage(m, rank, 2 * (p - rank) - 2, 2 * rank)
 
 
 def _rounds(p: int, m: int, v: int, rank: int, kind: str) -> Row:

@@ -38,10 +38,7 @@ def hidden(output: Any) -> list[torch.Tensor]:
 
 
 def change_hidden(output: Any, change: Change) -> None:
-    """Replace each tensor that an object in `output` holds by `change(tensor)`, in the object itself.
-
-    One that lies in a tuple there is given to `change`, and stays.
-    """
+    """Replace each tensor that an object in `output` holds by `change(tensor)`, in the object itself."""
     seen: set[int] = set()
     for leaf in tree_leaves(output):
         if not isinstance(leaf, _CLOSED):
@@ -54,15 +51,24 @@ def _change_in(holder: Any, change: Change, seen: set[int], deep: int) -> None:
         return
     seen.add(id(holder))
     fields = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", None)
-    if isinstance(holder, tuple):
-        fields = dict(enumerate(holder))  # which cannot be changed, but for what lies deeper
     # an object without attributes (slots) or a set: nothing in it is looked at
     if fields is None:
         return
     for key, value in list(enumerate(fields) if isinstance(fields, list) else fields.items()):
-        if isinstance(value, torch.Tensor):
-            changed = change(value)
-            if changed is not value:
-                fields[key] = changed
-        elif not isinstance(value, _CLOSED):
-            _change_in(value, change, seen, deep - 1)
+        changed = _changed(value, change, seen, deep - 1)
+        if changed is not value:
+            fields[key] = changed
+
+
+def _changed(value: Any, change: Change, seen: set[int], deep: int) -> Any:
+    """Returns the value with its tensors changed: another tensor or tuple, else the same object."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and not isinstance(value, _CLOSED) and deep:
+        items = [_changed(item, change, seen, deep - 1) for item in value]
+        if all(item is old for item, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if not isinstance(value, _CLOSED):
+        _change_in(value, change, seen, deep)
+    return value

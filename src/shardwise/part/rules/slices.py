@@ -142,9 +142,9 @@ def one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
         if not local.may_gather:
             raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
         local = gather(local)
-    mine = part.owners.indices(part.axis.index)
-    place = np.searchsorted(mine, index % part.shape[dim])
-    owned = place < len(mine) and mine[place] == index % part.shape[dim]
+    mine, index = part.owners.indices(part.axis.index), _from_start(index, part.shape[dim])
+    place = np.searchsorted(mine, index)
+    owned = place < len(mine) and mine[place] == index
     # elsewhere zeros, cut over axes further in as the owner's
     row = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
     kept = row.copy_
@@ -206,11 +206,18 @@ def slice_replaced(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return copy
 
 
+def _from_start(index: int, size: int) -> int:
+    """Returns the index counted from the first element; raises `IndexError` as torch does."""
+    if not -size <= index < size:
+        raise IndexError(f"index {index} out of range for tensor of size {size}")
+    return index % size
+
+
 def _slice_of(func: Any, x: Any, values: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> tuple:
     """Returns (x, values of the slice, its dim, start, end, step)."""
     dim %= x.dim()
     if func._schema.name == "aten::select_scatter":
-        index = start % x.shape[dim]
+        index = _from_start(start, x.shape[dim])
         return x, values.unsqueeze(dim), dim, index, index + 1, 1
     return x, values, dim, *slice(start, end, step).indices(x.shape[dim])
 

@@ -90,6 +90,9 @@ def _whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[Slices, list[int]
     if len(places) > 1 or len(indices) != len(shape):
         return None
     single = [dim for dim, item in enumerate(indices) if isinstance(item, int)]
+    # torch's own write raises the error
+    if any(not -shape[dim] <= indices[dim] < shape[dim] for dim in single):
+        return None
     whole = [slice(item % n, item % n + 1) if isinstance(item, int) else slice(*item.indices(n))
              for item, n in zip(indices, shape, strict=True)]  # fmt: skip
     return tuple(whole), single
