@@ -25,7 +25,10 @@ from shardwise.task import Task
 
 
 def with_lora(task: Task, section: LoraSection) -> Task:
-    """Returns the task with adapters in its model; as it is where no rank is set. Raises `InputError` without peft."""
+    """Returns the task with adapters in its model; as it is where no rank is set.
+
+    Raises `InputError` without peft, at once; `peft_config`'s errors come when the model is made.
+    """
     if section.rank is None:
         return task
     try:
@@ -64,7 +67,7 @@ def _base(model: nn.Module) -> dict[str, Any]:
 def peft_config(section: LoraSection, model: nn.Module) -> Any:
     """Returns peft's configuration of the section for a model, its layers by their whole paths.
 
-    Raises `InputError` for patterns that match nothing and a rank above a layer's width.
+    Raises `InputError` for patterns that match nothing, a rank above a layer's width, a layer that `whole` trains too.
     """
     import peft
 

@@ -29,7 +29,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def are_prompts(module: Any) -> bool:
-    """Whether peft's adapters of a module are learned prompts, which are no layers of it."""
+    """Whether the adapters of a module that has some are learned prompts, which are no layers of it."""
     return all(config.is_prompt_learning for config in module.peft_config.values())
 
 
@@ -39,7 +39,7 @@ def of_adapters(module: Any, names: Iterable[str]) -> list[str]:
 
 
 def write_adapters(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> Path:
-    """Write whole tensors, by their names in the module, as peft's files in a new folder; returns it.
+    """Write whole tensors, by their names in the module, as peft's files; returns `folder`, which is replaced.
 
     module    only its layers' kinds are looked at, not its weights
     tensors   all parameters of the adapters, whole modules that are trained, and buffers

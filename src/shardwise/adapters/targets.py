@@ -21,7 +21,7 @@ ALL = "all-linear"
 def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[str]:
     """Returns the paths of the layers to get adapters, which the patterns name.
 
-    Raises `InputError` for a pattern that matches none, and for a layer that is narrower than the rank.
+    Raises `InputError` for a model without linear layers, a pattern that matches none, a layer narrower than the rank.
     """
     widths = dict(_linear_layers(model))
     if not widths:

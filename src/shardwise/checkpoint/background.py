@@ -30,7 +30,7 @@ _PROGRAM = "import sys; from shardwise.checkpoint.background import serve; serve
 
 
 class Writer:
-    """The process that writes this rank's checkpoint files in the background, and the saves that it is handed."""
+    """The process that writes this rank's files in the background. `file`: descriptor of the memory the rank fills."""
 
     def __init__(self, file: int) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -45,7 +45,7 @@ class Writer:
         self._answer: dict[str, str] | None = None
 
     def begin(self, work: Work, size_bytes: int) -> None:
-        """Start writing what is in the shared memory file."""
+        """Start writing the first `size_bytes` of the memory file. Raises `RunError` where the process has ended."""
         assert self.process.stdin is not None
         self.step, self._work = work.step, work
         fields = {**asdict(work), "folder": str(work.folder)}
@@ -91,7 +91,7 @@ class Writer:
         raise RunError(f"the checkpoint of step {step} was not written: {why}")
 
     def close(self) -> None:
-        """End the process once the save under way is finished."""
+        """End the process; one with a save under way ends by itself after it, without a wait here."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()

@@ -46,7 +46,7 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
-        """Make a new file with these bytes, synced; returns their digest.
+        """Make a new file with these bytes, synced; returns their digest as `digest_of`. `OSError` where one is there.
 
         read_back   read it again, beside the sync; `RunError` where other bytes come
         """
@@ -100,7 +100,7 @@ class Disk:
         return to
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder with all that is in it."""
+        """Remove a file, whether it is there or not, or a folder with all that is in it."""
         self.reached("remove", path)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

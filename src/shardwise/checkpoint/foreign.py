@@ -178,7 +178,7 @@ class _Reader(filesystem.FileSystemReader):
 
 
 def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a folder of `torch.distributed.checkpoint` by name."""
+    """Returns the tensors of a folder of `torch.distributed.checkpoint` by name; `InputError` if it is damaged."""
     description, kinds = _described(folder)
     state = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
     try:
@@ -191,7 +191,7 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _described(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Returns (the folder's metadata, {name: metadata of that tensor}), sizes and files checked."""
+    """Returns (the folder's metadata, {name: metadata of that tensor}), checked; `InputError` if it is damaged."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:

@@ -208,7 +208,7 @@ def generators(rank: int, device: torch.device) -> Iterator[Holding]:
 
 
 def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
-    """Put a generator's state back."""
+    """Put a generator's state back, as `generators` yields it; one of another kind of device is left out."""
     if name == "torch":
         torch.default_generator.set_state(state)
     # the name of an accelerator: a generator of another kind of device has no place here

@@ -30,7 +30,10 @@ _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 def find(path: str | Path) -> Path:
-    """Returns the checkpoint that a path means: itself, or the newest of a run's folder or of its `checkpoints`."""
+    """Returns the checkpoint that a path means: itself, or the newest of a run's folder or of its `checkpoints`.
+
+    Raises `InputError` where there is none.
+    """
     checkpoint = _checkpoint_of(place(path))
     if checkpoint is None:
         if not place(path).exists():
@@ -49,7 +52,10 @@ def _checkpoint_of(path: Path) -> Path | None:
 
 
 def opened(path: str | Path) -> Stored:
-    """Returns the tensors of a checkpoint, of a run's newest one, or of safetensors: a file, or a folder of them."""
+    """Returns the tensors of a checkpoint, of a run's newest one, or of safetensors: a file, or a folder of them.
+
+    Raises `InputError` for anything else, and for what is damaged as far as sizes tell. The caller closes it.
+    """
     checkpoint = _checkpoint_of(place(path))
     if checkpoint is None and not is_remote(place(path)) and Path(path).exists():
         return of_safetensors(Path(path))
@@ -57,7 +63,10 @@ def opened(path: str | Path) -> Stored:
 
 
 def summary(path: str | Path) -> dict[str, Any]:
-    """Returns a checkpoint's contents as JSON: step, plan, and by kind of tensor count, elements, bytes, pieces."""
+    """Returns a checkpoint's contents as JSON: step, plan, and by kind of tensor count, elements, bytes, pieces.
+
+    Raises `InputError` as `opened` does.
+    """
     folder = find(path)
     content = manifest.read(folder)
     kinds: dict[str, dict[str, int]] = {}
@@ -90,7 +99,7 @@ def summary(path: str | Path) -> dict[str, Any]:
 def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
     """Returns {name in the module's `state_dict`: name in `stored`}; of safetensors both are the same.
 
-    ema   the moving average in the place of trained weights
+    ema   the moving average in the place of trained weights; `InputError` where there is none
     """
     # safetensors of somebody else have no manifest, and no names of their own
     if stored.manifest is None:
@@ -116,7 +125,8 @@ def convert(
     target   a new file `*.safetensors`, or a new folder: `model.safetensors`, or several and their index
     trained  what was trained is enough, where the checkpoint left frozen weights to the task's files
 
-    Raises `InputError` where the target exists, or the source is damaged.
+    ema      the moving average in the place of trained weights
+    Raises `InputError` where the target exists, the source is damaged, or it lacks what was asked for.
     """
     target = Path(target)
     if os.path.lexists(target):
@@ -194,6 +204,8 @@ def _whole(stored: Stored, name: str) -> np.ndarray:
 
 def diff(first_path: str | Path, other: str | Path) -> list[dict[str, Any]]:
     """Returns rows {"name", "what", "largest"} of what differs; "largest": the largest difference of numbers.
+
+    It is None where there is none of finite floats: another shape or dtype, integers, NaN, one side without the name.
 
     Two checkpoints are compared whole; a checkpoint and safetensors by the names of the module's `state_dict`.
     """

@@ -70,7 +70,10 @@ def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Re
 
 
 def choose(engine: Engine, folder: Path) -> Restored:
-    """Returns the newest checkpoint whose files have their digests, with notices of damaged ones. Collective."""
+    """Returns the newest checkpoint whose files have their digests, with notices of damaged ones. Collective.
+
+    Raises `InputError` where there is none.
+    """
     paths = [str(path) for path in publish.scan(folder)] or [str(folder)]
     notices: list[str] = []
     damaged: list[Path] = []
@@ -257,7 +260,7 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
 
 
 def tensor_of(stored: Stored, key: str, piece: Piece) -> torch.Tensor:
-    """Returns the elements of a piece, flat, on the CPU."""
+    """Returns the elements of a piece, flat, on the CPU, in the dtype that was stored."""
     array = stored.read(key, piece)
     dtype = DTYPES[stored.tensors[key].dtype]
     return torch.from_numpy(array.view(np.uint8)).view(dtype)
@@ -344,7 +347,7 @@ def _beside_adapters(names: dict[str, str], engine: Engine) -> None:
 
 
 def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
-    """Returns {name in this model, by `renames`: name in the files}; of a checkpoint, weights and buffers alone."""
+    """Returns {name by `renames`: name in the files} of weights and buffers; `InputError` where two become one."""
     names: dict[str, str] = {}
     for key in stored.tensors:
         name = key

@@ -142,7 +142,10 @@ def unsealed(path: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Manifest:
-    """Returns the manifest of a checkpoint's folder, checked against itself and against the sizes of its files."""
+    """Returns the manifest of a checkpoint's folder, checked against itself and against the sizes of its files.
+
+    Raises `InputError` that names what is wrong.
+    """
     path = folder / NAME
     content = unsealed(path)
     try:
@@ -187,7 +190,10 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 
 
 def check_parts(name: str, tensor: Tensor, files: Mapping[str, File]) -> None:
-    """Raises `ValueError` unless each element of a tensor lies in exactly one part, inside its file."""
+    """Raises `ValueError` unless each element of a tensor lies in exactly one part, inside its file.
+
+    Of more than `_EXACT` parts only their sum is looked at.
+    """
     item = ITEM_BYTES[tensor.dtype]
     for part in tensor.parts:
         if part.begin + part.piece.count * item > files[part.file].size_bytes:

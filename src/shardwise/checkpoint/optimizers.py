@@ -47,7 +47,7 @@ class NoJson(Exception):
 
 
 def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]:
-    """Returns (weight -> state key -> node, the tensors) of this rank's optimizer."""
+    """Returns (weight -> state key -> node, tensors) of this rank's optimizer; `RefusedPlan` for what has no node."""
     # state that lies elsewhere may have failed to get there
     if engine.state.tier is not None:
         engine.state.tier.check()
@@ -70,7 +70,7 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
 
 
 def _beside(key: Any, value: Any) -> Node:
-    """Returns the node of state that an optimizer keeps under a key of its own, of no parameter."""
+    """Returns the node of state that an optimizer keeps under a key of no parameter; `RefusedPlan` if it has none."""
     try:
         if not isinstance(key, str):
             raise NoJson(f"a name of type {type(key).__name__}")
@@ -83,7 +83,7 @@ def _beside(key: Any, value: Any) -> Node:
 
 
 def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
-    """Returns the node of a value of a weight's state; adds its tensors to `holdings`."""
+    """Returns the node of a value of a weight's state, `RefusedPlan` if it has none; adds its tensors to `holdings`."""
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, key, piece, master, holdings)
     # lists keep their kind: an optimizer may compare it, or index it by a number
@@ -163,7 +163,10 @@ def options_of(engine: Engine) -> Options:
 
 
 def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns (weight -> group id, group id -> {"options", "built"}); equal groups are merged."""
+    """Returns (weight -> group id, group id -> {"options", "built"}); equal groups are merged.
+
+    built   `options_of` right after the optimizer was made
+    """
     group_of: dict[str, str] = {}
     groups: dict[str, Any] = {}
     pieces = optimized(engine)
@@ -234,7 +237,10 @@ def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device:
 
 
 def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]) -> None:
-    """Set the options of param groups that moved while the saved run went on (a counter, an estimate)."""
+    """Set the options of param groups that moved while the saved run went on (a counter, an estimate).
+
+    Raises `InputError` where one group's weights were in groups with other options.
+    """
     pieces = optimized(engine)
     for group in engine.optimizer.param_groups:
         # groups hold pieces here; by the weight's name a group is found that was saved under another plan

@@ -47,6 +47,7 @@ class Work:
     ranks     how many write
     tensors   name -> {"dtype", "shape", "parts": [[first byte, piece], ...]}
     fields    what is not a tensor; see `merged`
+    keep      see `retain`
     """
 
     folder: Path
@@ -114,7 +115,7 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
 
 
 def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Returns each rank's JSON description of its part, by rank; waits until all parts are there."""
+    """Returns each rank's description of its part, by rank; `RunError` if one failed, or is missing after `wait_s`."""
     until = time.monotonic() + wait_s
     missing = set(range(work.ranks))
     contents: dict[int, dict[str, Any]] = {}
@@ -177,7 +178,7 @@ def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
 
 
 def merged(fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns all ranks' fields as one.
+    """Returns all ranks' fields as one; `RunError` where "shared" ones differ.
 
     "shared"   name -> value: of any rank, equal where several have one
     "listed"   name -> list: joined, equal entries once
@@ -214,7 +215,10 @@ def _free_name(folder: Path, step: int) -> Path:
 def write_and_publish(
     work: Work, parts: Iterable[bytes | memoryview], disk: Disk, going: Callable[[], bool] = lambda: True
 ) -> Path:
-    """Write a rank's part, on rank 0 publish the checkpoint; returns its folder (other ranks: the unfinished one)."""
+    """Write a rank's part, on rank 0 publish the checkpoint; returns its folder (other ranks: the unfinished one).
+
+    What fails is marked in the folder (`give_up`) and raised.
+    """
     try:
         write_rank(work, parts, disk)
         return publish(work, disk, going=going) if work.rank == 0 else work.at
@@ -276,7 +280,7 @@ def _is_set_aside(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in a checkpoint's name."""
+    """Returns the step in a checkpoint's name; `InputError` for another name."""
     match = _STEP.fullmatch(path.name)
     if match is None:
         raise InputError(f"{path} is not named as a checkpoint is")

@@ -28,7 +28,7 @@ AT_ONCE = 2**26  # bytes of one request
 
 
 class RemotePath:
-    """A place in a store, with as much of `Path` as checkpoints need."""
+    """A place in a store, with as much of `Path` as checkpoints need. What the store raises comes as `OSError`."""
 
     def __init__(self, store: Any, path: str) -> None:
         self.store, self.path = store, path.rstrip("/")
@@ -136,7 +136,7 @@ class RemoteDisk(Disk):
             path.store.makedirs(path.path, exist_ok=True)  # type: ignore[attr-defined]
 
     def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
-        """Make a new file with these bytes; returns their digest."""
+        """Make a file with these bytes, in place of one that is there; returns their digest."""
         self.reached("create", path)
         digest = xxhash.xxh3_128()
         with naming_address(path), path.store.open(path.path, "wb") as file:  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ def naming_address(path: Any) -> Iterator[None]:
 
 
 def place(text: Any) -> Path:
-    """Returns a folder, or a place in a store where the text has `://`. `InputError` where a package for it is missing.
+    """Returns a `Path`, or a place in a store where the text has `://`; `InputError` for a store that cannot be had.
 
     What comes back for an address is a `RemotePath`, which stands in for a `Path` in this room.
     """

@@ -56,7 +56,7 @@ class ReplicasDiffer(RunError):
 class ReplicaCheck:
     """Check that copies of tensors on several ranks have equal bits. Every rank makes one, called at the same steps.
 
-    every   steps between the calls: in those steps, hashes are taken before the update too
+    every   steps between the calls: in those steps, hashes are taken before the update too (None: never)
     """
 
     def __init__(self, engine: Engine, every: int | None = None) -> None:

@@ -101,8 +101,8 @@ class Saver:
     def save(self, fields: Fields | None = None) -> None:
         """Begin a checkpoint of the state as it is now. Collective. `fields`: JSON to keep with it, rank 0's.
 
-        Raises `RunError`, on all ranks alike, for what the save before failed with, and where there is no space for
-        this one.
+        Raises on all ranks alike: `RunError` for what the save before failed with, and where there is no space for
+        this one; `RefusedPlan` for state that a checkpoint has no form for.
         """
         self.finish()
         reach("save", subject=self)
@@ -295,7 +295,7 @@ class Saver:
         return self._writer
 
     def prepare(self) -> None:
-        """Start the writer and allocate its buffer before the first step; check free disk space. Collective."""
+        """Start the writer, make its buffer, check disk space, before the first step. Collective; raises as `save`."""
         self.make_room()
         self._check_space()
         if self.background:
@@ -310,7 +310,7 @@ class Saver:
         return "" if self._writer is None else self._writer.answered()
 
     def finish(self) -> None:
-        """Wait until no save is under way anywhere. Collective. Raises, on all ranks alike, what it failed with."""
+        """Wait until no save is under way anywhere. Collective. Raises `RunError`, on all ranks, where one failed."""
         if self._writer is None or self._writer.step is None:
             return
         writer = self._writer

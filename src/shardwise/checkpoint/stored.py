@@ -40,6 +40,7 @@ class Stored:
         """Returns the elements of a piece, (count,), as unsigned integers of their size.
 
         into   an array of that shape and dtype to fill, in the place of a new one
+        Raises `RunError` for a file that cannot be read or was cut short.
         """
         tensor = self.tensors[name]
         item = ITEM_BYTES[tensor.dtype]
@@ -69,7 +70,7 @@ class Stored:
         return done
 
     def _bytes(self, part: FilePiece, begin: int, buffer: np.ndarray) -> None:
-        """Fill a buffer with the part's bytes from `begin` on."""
+        """Fill a buffer with the part's bytes from `begin` on; `RunError` where the file ends, or cannot be read."""
         path = self.folder / part.file
         ranged = getattr(path, "read_range", None)  # of a place in a store
         try:
@@ -112,7 +113,10 @@ def of_checkpoint(folder: Path) -> Stored:
 
 
 def of_safetensors(path: Path) -> Stored:
-    """Returns the tensors of a file, or of a folder with `model.safetensors` or its index, by the names in them."""
+    """Returns the tensors of a file, or of a folder with `model.safetensors` or its index, by the names in them.
+
+    Raises `InputError` for anything else, and for damaged files.
+    """
     if path.is_dir():
         folder, files = path, _indexed(path)
     else:
@@ -127,7 +131,7 @@ def of_safetensors(path: Path) -> Stored:
 
 
 def _indexed(folder: Path) -> list[str]:
-    """Returns the names of the files with weights in a folder."""
+    """Returns the names of the files with weights in a folder; `InputError` for none, or a missing one."""
     index = folder / INDEX
     # Hugging Face's layout: one file without an index, or several with one
     if not index.exists():

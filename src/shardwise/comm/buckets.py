@@ -245,7 +245,7 @@ class GradientBuckets:
         return on_gradient
 
     def _on_gradient(self, param: nn.Parameter, number: int, place: int, index: int, kept: bool) -> None:
-        """Take a gradient of this micro-batch into its bucket. Runs for each parameter, so it is kept lean."""
+        """Take a micro-batch's gradient into its bucket; `RunError` once that is sent. Per parameter, so kept lean."""
         bucket = self.buckets[number]
         if bucket.launched:
             raise RunError(

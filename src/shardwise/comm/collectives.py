@@ -175,7 +175,7 @@ def _waited(pending: Pending, wait: bool) -> Pending:
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True, op: str = "sum") -> Pending:
-    """Sum `tensor` over the axis (or take the "max" or "min"), in place; returns what to wait for."""
+    """Sum `tensor` over the axis (or take the "max" or "min"), in place; returns what to wait for unless `wait`."""
     # a rank alone has the sum, and a rehearsal notes what would be sent
     if axis.silent:
         axis.note(tag, "all_reduce", tensor)
@@ -191,7 +191,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True,
 
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
-    """Sum `full` (p*n,) over the axis, this rank's slice into `shard` (n,); returns what to wait for."""
+    """Sum `full` (p*n,) over the axis, this rank's slice into `shard` (n,); returns what to wait for unless `wait`."""
     if axis.rehearsal is not None:
         axis.note(tag, "reduce_scatter", full)
         stand_in(shard)
@@ -211,7 +211,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
-    """Put every rank's `shard` (n,) side by side into `full` (p*n,); returns what to wait for."""
+    """Put every rank's `shard` (n,) side by side into `full` (p*n,); returns what to wait for unless `wait`."""
     if axis.rehearsal is not None:
         axis.note(tag, "all_gather", full)
         if has_values(full):
@@ -235,7 +235,10 @@ def all_to_all(
     received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], axis: Axis, tag: str,
     *, wait: bool = True,
 ) -> Pending:  # fmt: skip
-    """Send `sent_sizes[j]` rows of `sent` to the axis's j-th rank and receive likewise; returns what to wait for."""
+    """Send `sent_sizes[j]` rows of `sent` to the axis's j-th rank, receive likewise; returns what to wait for.
+
+    `wait`: it is over when this returns.
+    """
     if axis.rehearsal is not None:
         row_bytes = received.numel() * received.element_size() // max(received.shape[0], 1)
         # what a rank sends itself crosses no link

@@ -166,7 +166,10 @@ def _begun(sends: Sequence[RankMessage], receives: Sequence[RankMessage], axis: 
 
 
 def beside(axis: Axis, device: torch.device) -> Axis:
-    """Returns the axis with a group of its own where messages of one group wait in line (NCCL). Collective (world)."""
+    """Returns the axis with a group of its own where messages of one group wait in line (NCCL). Collective (world).
+
+    Raises `RefusedPlan` there under CUDA_DEVICE_MAX_CONNECTIONS=1.
+    """
     if not in_order_of_calls(device, axis):
         return axis
     # a second group gains nothing then, and the two ranks would wait for each other for ever

@@ -27,7 +27,7 @@ def everybody() -> Axis:
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Returns every rank's value, in rank order, on all ranks. `TypeError` for what JSON cannot hold.
+    """Returns every rank's value, in rank order, on all ranks. Collective. `TypeError` for what JSON cannot hold.
 
     A row holds a text's length (8 bytes) and its beginning, so that short texts need one collective; where one is
     longer, longer rows follow.
@@ -47,8 +47,8 @@ _RAISED: dict[str, type[Exception]] = {"input": InputError, "plan": RefusedPlan}
 def of_first(compute: Callable[[], Any], axis: Axis, device: torch.device) -> Any:
     """Returns on all ranks what `compute` returns on the axis's first, as JSON keeps it (tuples become lists).
 
-    For what every rank would come to alike, and one can find for all. What the first raises is raised on all: a refusal
-    and wrong input as they are, anything else on the others as a `RunError` that tells of it.
+    Collective, for what every rank would come to alike. What the first raises is raised on all: a refusal and wrong
+    input as they are, anything else on the others as a `RunError` that tells of it.
     """
     message: list[Any] = [None, None, None]
     failure: Exception | None = None

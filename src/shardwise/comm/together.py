@@ -107,7 +107,7 @@ def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
 
 
 def broadcast_together(tensors: Sequence[torch.Tensor], axis: Axis, source: int, tag: str) -> None:
-    """Give every rank the source's values of these tensors, in place: one message for each dtype. Collective."""
+    """Give every rank the axis's `source`-th rank's values of these, in place: a message for each dtype. Collective."""
     # one buffer has one dtype
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]

@@ -63,7 +63,10 @@ class Finding:
 
 
 def differ(first: IssuedCollective, other: IssuedCollective, places: bool = False) -> str:
-    """Returns how two collectives differ that must be the same, as text; "" where they do not."""
+    """Returns how two collectives differ that must be the same, as text; "" where they do not.
+
+    places   the places in the code must be the same too
+    """
     if first.op != other.op:
         return "the operation"
     # a dtype that one side's record lacks tells nothing
@@ -92,7 +95,11 @@ class RankWatch:
         return {rank: seen for rank, seen in seen_by_rank.items() if seen is not None}
 
     def look(self, now: float, gone: Iterable[int] = ()) -> Finding | None:
-        """Returns the `Finding` of a hang at this time; None where nothing hangs. `gone`: ranks that have ended."""
+        """Returns the `Finding` of a hang; None where nothing hangs. A circle of waits is told at the second look.
+
+        now   seconds of the monotonic clock
+        gone  ranks that have ended
+        """
         ranks, ended = self.see(), set(gone)
         # one that raised is not counted: its report, which tells why, is on its way
         ended |= {rank for rank, seen in ranks.items() if seen.state == DONE}
@@ -196,7 +203,7 @@ class RankWatch:
     def _late(
         self, ranks: Mapping[int, RankSnapshot], ended: set[int], now: float, deadlines: Deadlines
     ) -> Finding | None:
-        """Returns the rank that has done nothing past its deadline and waits for nobody who could be judged."""
+        """Returns what is found of a rank past its deadline that waits for nobody who could be judged, or None."""
         late = []
         for rank, seen in ranks.items():
             limit = deadlines.of(seen.phase)

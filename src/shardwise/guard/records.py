@@ -143,7 +143,7 @@ class _Strings:
 
 
 class RankRecord:
-    """Writer of this rank's record. `path` is a file of this rank's alone, made here where it is not there."""
+    """Writer of this rank's record. `path`: a file of its own, made where it is missing; `OSError` without space."""
 
     def __init__(self, path: str | Path, rank: int, world: int) -> None:
         self.memory = _mapped(path)

@@ -77,7 +77,7 @@ def collect(pids: Mapping[int, int], dump: Callable[[int], str]) -> None:
 
 
 def wait(ranks: set[int], dump: Callable[[int], str]) -> None:
-    """Wait until these ranks' dumps are complete, or for `ANSWER_S` none has grown."""
+    """Wait until these ranks' dumps are complete, none has grown for `ANSWER_S`, or `LONGEST_S` have passed."""
     began = moved = time.monotonic()
     before: dict[int, str] = {}
     while time.monotonic() < min(moved + ANSWER_S, began + LONGEST_S):

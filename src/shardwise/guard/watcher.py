@@ -31,7 +31,7 @@ _PROGRAM = "import sys; from shardwise.guard.watcher import serve; serve(sys.arg
 
 
 def start(folder: str, deadlines: Deadlines | None) -> None:
-    """Start the process for the ranks that have their records in this folder."""
+    """Start the process for the ranks with records in this folder. `deadlines` None: only certain hangs end them."""
     limits = json.dumps(None if deadlines is None else asdict(deadlines))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     subprocess.Popen(

@@ -144,7 +144,10 @@ def synced_batch_norm(
     axis: Axis,
     phase: Phase,
 ) -> torch.Tensor:
-    """Returns x (B_local, C, *) normalised by statistics over all ranks' samples; updates the running ones."""
+    """Returns x (B_local, C, *) normalised by statistics over all ranks' samples; updates the running ones.
+
+    Collective over the axis. `ValueError`, as of torch, for one value a channel over all ranks.
+    """
     over = _Over(axis, eps, counts=not phase.stand_in)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))

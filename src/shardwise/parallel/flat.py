@@ -205,7 +205,10 @@ class Flat:
         arrived(slots, self.shards.index(part), flat)
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait, sum over replicas (once, however often it is called), and give each piece its gradient."""
+        """Wait, sum over replicas (once, however often it is called), and give each piece its gradient.
+
+        used   indices of parameters that this rank's backward reached (called again: any rank's); others get None
+        """
         self._collect()
         self._used = used
         # summed once in a step, however often it is finished
@@ -241,7 +244,7 @@ class Flat:
                 slot.master.grad = None if piece is None else self._outside(index, piece)
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
-        """Returns this rank's piece (1/N of the elements, 1-d) of each bucket's gradients."""
+        """Returns this rank's piece (1/N of the elements, 1-d) of each bucket's gradients, if there; never None."""
         return [part.gradient for part in self.shards if part.gradient is not None]
 
     @torch.no_grad()

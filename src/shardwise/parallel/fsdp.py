@@ -340,7 +340,10 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def outlive(module: nn.Module, output: Any) -> Any:
-    """Returns a model's output, parameters in it (a learned temperature) copied, since FSDP2 frees their memory."""
+    """Returns a model's output, parameters in it (a learned temperature) copied, since FSDP2 frees their memory.
+
+    Raises `RefusedPlan` where it is computed from shards, outside of the forward of their unit.
+    """
     gathered = {param.untyped_storage()._cdata for param in module.parameters() if not isinstance(param, DTensor)}
 
     def keep(leaf: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ class FullShard:
         elsewhere: Callable[[list[list[torch.Tensor]]], ShardMemory | None] | None = None,
         host: bool = False,
     ):
-        """Shard the parameters of a module's units, and of what is in none.
+        """Shard the parameters of a module's units, and of what is in none; but for `absent` ones, of other stages.
 
         elsewhere  gives memory for the shards of units (flat, without values), which stay where that is None
         host       shards lie in the host's memory, beside their gradients and what the optimizer keeps

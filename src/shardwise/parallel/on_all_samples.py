@@ -67,7 +67,10 @@ class OnAllSamples:
         return types.MethodType(type(self.module).forward, copied[id(self.module)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns this rank's rows of what the module gives for all ranks' rows. Collective."""
+        """Returns this rank's rows of what the module gives for all ranks' rows. Collective.
+
+        Raises `RefusedPlan` where no look has learnt which rows are whose, or these are of other sizes than it met.
+        """
         if self.looking is not None:
             return self.looking(args, kwargs)
         # of samples that every rank has, each computes all anyway

@@ -121,7 +121,7 @@ class Replicate:
             self._arrived(slots, self.buckets.buckets.index(bucket), flat)
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait, then point each master's gradient at its place in the bucket."""
+        """Wait, then point each master's gradient at its place in the bucket; of indices not in `used`, at None."""
         self._collect()
         # deterministic: no bucket was launched; `_summed` since a step may call this more than once
         if self.order is not None and not self._summed:
@@ -151,7 +151,7 @@ class Replicate:
         return as_complex(gradient) if self._pairs[index] else gradient
 
     def flat_gradients(self) -> list[torch.Tensor] | None:
-        """Returns the buckets' buffers, where each master's gradient is a part of one."""
+        """Returns the buckets' buffers (1-d), where each master's gradient is a part of one; else None."""
         if self.order is not None or not self._in_buckets:
             return None
         return [buffer for buffer in self.gradient_buffers() if buffer is not None]
@@ -186,13 +186,13 @@ class Replicate:
         return [bucket.buffer for bucket in self.buckets.buckets]
 
     def full_parameter(self, index: int) -> Gathering:
-        """Returns the master weight, which every rank has."""
+        """Returns the gathering of the master weight, which every rank has: nothing is sent."""
         return ready(self.slots[index].master.detach())
 
     def full_gradient(self, index: int) -> Gathering:
-        """Returns the gradient, which every rank has; None where no rank used the parameter."""
+        """Returns the gathering of the gradient, which every rank has; of None where no rank used the parameter."""
         return ready(self.slots[index].master.grad)
 
     def whole(self, index: int, piece: torch.Tensor) -> Gathering:
-        """Returns the piece itself: every rank holds all of it."""
+        """Returns the gathering of the piece itself: every rank holds all of it."""
         return ready(piece)

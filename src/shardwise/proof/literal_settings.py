@@ -41,7 +41,7 @@ def rate(optimizer: Any, batch: int) -> float:
 
 
 def factor(schedule: Any, total: int, step: int) -> float:
-    """Returns the factor on the learning rate at a step, counted from 0."""
+    """Returns the factor on the learning rate at a step, counted from 0, of a run of `total` steps."""
     rise = (step + 1) / (schedule.warmup_steps + 1) if step < schedule.warmup_steps else 1.0
     low = schedule.final_factor
     # a constant rate never falls to `final_factor`
@@ -151,6 +151,7 @@ def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> l
 
     samples      of the task's data; None where it makes its batches
     run_factor   the run's schedule: step -> factor
+    total        steps of the run
     """
     config, told = job.effective.config, []
     expected = steps(config.train, samples, job.batch_samples)

@@ -88,7 +88,7 @@ def locate(parity: Parity, single: Record, ranks: Record, look: Look, traces: Se
 def _number(
     parity: Parity, kind: str, step: int, phase: str, single: list[float], ranks: list[float]
 ) -> Located | None:
-    """Returns the difference of the loss or the norm, where that exceeds its bar in this step first."""
+    """Returns the difference of the loss or the norm, where that exceeds its bar in this step first, else None."""
     if parity.exceeded.get((kind, "")) != step:
         return None
     words = kind_of(torch.tensor([ranks[step]], dtype=torch.float64), torch.tensor([single[step]], dtype=torch.float64))
@@ -117,7 +117,7 @@ def _maker(single: CallTrace, trace: CallTrace, key: Key, pipelined: bool) -> st
 
 
 def _gradients_of_modules(step: int, single: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    """Returns the first gradient of a module's output or argument that differs."""
+    """Returns the first gradient of a module's output or argument that differs; None: none does."""
     for which, expected in single.backward.items():
         for rank, trace in enumerate(traces):
             if pipelined and not _ran(trace, which[0]):
@@ -172,7 +172,7 @@ def _named(
     parity: Parity, single: Record, ranks: Record, kind: str, step: int, phase: str,
     shares: list[dict[str, torch.Tensor]],
 ) -> Located | None:  # fmt: skip
-    """Returns the first tensor of a kind that exceeds its bar in this step, and on which rank."""
+    """Returns the first tensor of a kind that exceeds its bar in this step, and on which rank; None without one."""
     exceeding = {name for (of, name), first in parity.exceeded.items() if of == kind and first == step}
     for name in (name for name in single.of(kind, step) if name in exceeding):
         others = [d for d in ranks.deviations if (d.kind, d.step, d.name) == (kind, step, name)]

@@ -52,7 +52,10 @@ class Look:
 
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
-    """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely."""
+    """Returns the record of `settings.steps` steps in this process in float64; `look` takes one of them closely.
+
+    Raises what the task raises, and `InputError` for a batch whose global weight is 0.
+    """
     unlike = unlike_curriculum(task) + unlike_boundary(task)
     task = literal_rollout(task)
     module = plain_module(task, settings)
@@ -139,7 +142,7 @@ class _Noted(CheckedRandom):
 def _gradients(
     task, module, named, batch, step, settings: Settings, random: GlobalRandom, watch: ModuleWatch | None = None
 ) -> tuple[float, float]:
-    """Leaves the clipped gradients of the batch's mean loss in the parameters; returns (loss, norm before clipping)."""
+    """Leaves the clipped gradients of the batch's mean loss; returns (loss, norm before). `InputError` for weight 0."""
     with nullcontext() if watch is None else watch.watching():
         total, weight = _sums(task, module, named, batch, step, settings, random, watch)
     if weight == 0:

@@ -55,7 +55,7 @@ def verify(
 
     pool   a `RankPool` to run in; one is made (and closed) where none is given
     say    is told what is being done
-    Raises `InputError` for a task that fails in one process too.
+    Raises `InputError` for a task that fails in one process too, `RunError` where a rank fails.
     """
     # here and below imported late: `import shardwise` does not import torch
     from shardwise.device import check_device, check_own_backend

@@ -62,7 +62,10 @@ def read_saved(folder: Path, record: RunRecord) -> None:
 
 
 def compare_saved(parity: Parity, single: RunRecord, ranks: RunRecord, rate: float) -> None:
-    """Compare the checkpoint with the plain loop's end, into `parity`."""
+    """Compare the checkpoint with the plain loop's end, into `parity`.
+
+    rate   the largest learning rate: errors of weights are relative to their largest entry, or to this where it is more
+    """
     if not ranks.saved:
         parity.notes.append("the run made no checkpoint, so none was compared")
         return

@@ -154,6 +154,8 @@ def verify_run(
 ) -> Parity:  # fmt: skip
     """Returns the `Parity` of what `train` does with a configuration; weights and averages are its parameters.
 
+    A refused plan has the reason in its `refused`. Raises `InputError` for train.init_from.
+
     steps   to run; by default 5, across an epoch's end where the task has data to be read
     pool    a `RankPool` to run in; one is made (and closed) where none is given
     """
@@ -178,7 +180,7 @@ def verify_run(
 
 
 def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
-    """Returns (the job of a few steps in float64, the plain loop's settings for it)."""
+    """Returns (the job of a few steps in float64, the plain loop's settings for it); its scope goes into `parity`."""
     effective, train = job.effective, job.effective.config.train
     task = job.build_task()
     if train.init_from is not None:

@@ -114,7 +114,7 @@ def axis_notices(plan: Plan, hosts: Sequence[str], rates: Mapping[str, tuple[flo
     """Returns a notice for each axis whose ranks lie on more hosts than they would host by host.
 
     hosts   of each rank, in rank order
-    rates   of an axis: (bytes a second inside a host, between hosts), where a cluster tells
+    rates   of an axis: (GB/s inside a host, between hosts), where a cluster tells
     """
     count = len(dict.fromkeys(hosts))
     # one host, or unequal ones: no order of ranks keeps groups together then

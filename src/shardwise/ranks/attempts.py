@@ -68,7 +68,7 @@ def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def _answer(store: Any, name: str, world_size: int, until: float) -> None:
-    """Rank 0: tell each rank that asks which part of the store this attempt uses, until all have come."""
+    """Rank 0: tell each rank that asks which part of the store is used, until all came; `RunError` after `until`."""
     missing, answered = set(range(1, world_size)), set()
     while True:
         missing = {rank for rank in missing if not store.check([f"{_AT}/came/{name}/{rank}"])}

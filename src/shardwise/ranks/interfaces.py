@@ -57,7 +57,11 @@ def unreachable(first_host: str) -> str:
 
 
 def agree(store: Any, rank: int, world: int, problem: str, until: float) -> None:
-    """Raise `InputError` on all ranks where any has a problem with its interface. Collective over the store."""
+    """Raise `InputError` on all ranks where any has a problem with its interface. Collective over the store.
+
+    problem   this rank's, in words; "" for none
+    until     on the monotonic clock: ranks that have not come by then are not asked
+    """
     if problem:
         store.set("interfaces/problem", f"rank {rank}: {problem}")
     came = store.add("interfaces/came", 1)

@@ -39,7 +39,11 @@ class LauncherRanks:
         self._number = 0
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0) -> list[Any]:
-        """Call `function(*args)` on every rank; returns the results in rank order. On rank 0 alone, others `serve`."""
+        """Call `function(*args)` on every rank; returns the results in rank order. On rank 0 alone, others `serve`.
+
+        Raises errors of ranks as `RankPool.run` does, `RunError` after `timeout_s`, and `InputError` for another
+        `world_size` than the launcher's.
+        """
         # a launcher has started its ranks before the plan was known
         if world_size != self.world_size:
             place = here()
@@ -70,7 +74,10 @@ class LauncherRanks:
         return unpack(outcome, world_size, getattr(function, "__qualname__", repr(function)), timeout_s)
 
     def serve(self) -> int:
-        """Run the functions that rank 0 asks for until rank 0 ends; returns the exit code that it sends."""
+        """Run the functions that rank 0 asks for until it calls `end`; returns that exit code.
+
+        Raises `RunError` where rank 0 has ended without a word.
+        """
         while True:
             self._number += 1
             call = self._wait(f"call/{self._number}")
@@ -94,7 +101,7 @@ class LauncherRanks:
             return Report(None, describe(self.rank, error))
 
     def _wait(self, key: str) -> bytes:
-        """Returns the store's value of `key`, polled for: a wait in C++ would not answer signals."""
+        """Returns the store's value of `key`, polled for: C++ answers no signals. `RunError` when rank 0 has ended."""
         self._store.set_timeout(timedelta(seconds=60))
         try:
             while not self._store.check([key]):

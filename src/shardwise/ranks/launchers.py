@@ -126,7 +126,10 @@ def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """Returns this process's rank on its host, as a launcher or shardwise itself set it; None where nothing tells."""
+    """Returns this process's rank on its host, as a launcher or shardwise itself set it; None where nothing tells.
+
+    Raises `InputError` as `find` does.
+    """
     if environ.get("LOCAL_RANK"):
         return _number(environ, "LOCAL_RANK")
     if rank_without_size(environ):
@@ -136,7 +139,7 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def perhaps_hosts(place: LaunchedPlace, ranks: int) -> str:
-    """Returns how each process of a launcher starts its share of `ranks`, where they may be one for each host; "".
+    """Returns words for a message, where a launcher's processes may be one a host: how to start `ranks` so; else "".
 
     Engines with a master and workers (Kubeflow's PyTorchJob, Vertex AI) count hosts by torchrun's variables.
     """
@@ -202,7 +205,7 @@ def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
 
 
 def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Returns MPI's place, else Slurm's: mpirun starts its helpers as Slurm steps, whose names its ranks inherit."""
+    """Returns MPI's place, else Slurm's (mpirun starts helpers as Slurm steps, whose names ranks inherit), or None."""
     open_mpi, pmi, slurm = _of_family(OPENMPI, environ), _of_family(PMI, environ), _of_slurm(environ)
     # Open MPI's and PMI's variables at once (an mpirun inside another launcher): they must name one place
     if open_mpi is not None and pmi is not None:
@@ -225,7 +228,10 @@ def rank_without_size(environ: Mapping[str, str]) -> bool:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Returns Slurm's place inside a step of srun, else None: a batch script has the same names, and is one process."""
+    """Returns Slurm's place inside a step of srun, else None: a batch script has the same names, and is one process.
+
+    Raises `InputError` for a step that tells no rank.
+    """
     step = environ.get("SLURM_STEP_ID", "")
     if not step:
         return None
@@ -265,7 +271,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _of_family(family: LauncherVariables, environ: Mapping[str, str]) -> LaunchedPlace | None:
-    """Returns the place that these names give; None where none of them is set."""
+    """Returns the place that these names give, else None; `InputError` where they give only a part of one."""
     kinds = {kind: getattr(family, kind) for kind in ("rank", "size", "local_rank", "local_size")}
     named = {kind: [name for name in names if environ.get(name)] for kind, names in kinds.items()}
     if family is OPENMPI and named["rank"] == ["PMIX_RANK"] and not named["size"]:

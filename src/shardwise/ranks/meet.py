@@ -63,7 +63,7 @@ class Address:
 
     @classmethod
     def unpack(cls, word: str) -> Address:
-        """Returns the address that `pack` wrote; `ValueError` where this is not one."""
+        """Returns the address that `pack` wrote; `ValueError` or `zlib.error` where this is not one."""
         hosts, port, token = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
         return cls(tuple(hosts), int(port), str(token))
 
@@ -85,7 +85,11 @@ class Met:
 
 
 def meet(place: LaunchedPlace, timeout_s: float = MEET_S) -> Met:
-    """Find the other ranks; returns the store. Collective; `RunError` names the ranks that did not come in time."""
+    """Find the other ranks; returns the store and this rank's place. Collective.
+
+    Raises `RunError` naming the ranks that did not come in time; `InputError` where two have one number, or the job has
+    neither an id nor an address.
+    """
     until = time.monotonic() + timeout_s
     # an address that the environment gives; else MPI or the launcher's own wire hands one on, or a file
     if place.master is not None:
@@ -124,7 +128,9 @@ def _at_master(place: LaunchedPlace, until: float) -> Any:
 
 
 def await_listener(place: LaunchedPlace, until: float) -> None:
-    """Wait until somebody listens where the environment says that rank 0 does; `RunError` where nobody does in time.
+    """Wait until somebody listens where the environment says that rank 0 does; rank 0 itself does not wait.
+
+    Raises `RunError` where nobody does before `until` (monotonic clock).
 
     torch's own store tries in C++, where neither Ctrl-C nor SIGTERM is heard, and prints its frames.
     """
@@ -226,7 +232,7 @@ def _connect_until(address: Address, place: LaunchedPlace, until: float) -> Any:
 
 
 def _through_file(place: LaunchedPlace, until: float) -> Any:
-    """Returns the store of rank 0, which writes its address into a file that all hosts see, until all have come."""
+    """Returns the store of rank 0, which writes its address into a file that all see; `RunError` if not all come."""
     path = _file(place)
     if place.rank > 0:
         return _read(path, place, until)
@@ -256,7 +262,7 @@ def _file(place: LaunchedPlace) -> Path:
 
 
 def _private_folder() -> Path:
-    """Returns a folder of this user's alone, below the host's folder for temporary files."""
+    """Returns a folder of this user's alone, below the host's temporary one; `InputError` where others can use it."""
     folder = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
@@ -302,7 +308,7 @@ def _say_hello(place: LaunchedPlace, store: Any) -> None:
 
 
 def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
-    """Say hello as rank 0, wait for everybody's hello, and tell them whether all came."""
+    """Say hello as rank 0, wait for everybody's, and tell them whether all came; `RunError` naming who did not."""
     _say_hello(place, store)
     waiting = list(range(place.world_size))
     while waiting and time.monotonic() < until:
@@ -323,7 +329,7 @@ def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
 
 
 def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
-    """Wait for the last rank; returns the store, this rank's local rank and its share of the CPUs."""
+    """Wait for the last rank; returns the store, this rank's local rank and share of the CPUs, or `RunError`."""
     # not where rank 0's address was read from a file: hello was said there at once
     if not store.check([_hello(place.rank)]):
         _hear(place, store, until) if place.rank == 0 else _say_hello(place, store)

@@ -13,7 +13,9 @@ from shardwise.ranks.launchers import LaunchedPlace, find, rank_without_size
 
 
 def here() -> LaunchedPlace | None:
-    """Returns this process's place by mpi4py and the environment, which must agree; None where it was started alone.
+    """Returns this process's place by mpi4py and the environment; None where it was started alone.
+
+    Raises `InputError` where the two differ, and as `find` does.
 
     A rank that shardwise itself started (`launch`, `RankPool`) has its place too, while its group is up.
     """
@@ -45,7 +47,7 @@ def here() -> LaunchedPlace | None:
 
 
 def _started_here() -> LaunchedPlace | None:
-    """Returns the place of a rank of `launch` or `RankPool`: its group is up, and needed no address."""
+    """Returns the place of a rank of `launch` or `RankPool`, whose group is up and needed no address; else None."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or os.environ.get("MASTER_ADDR") or not os.environ.get("LOCAL_WORLD_SIZE"):
         return None

@@ -28,7 +28,10 @@ def served(fd_text: str) -> bool:
 
 
 def exchange(fd_text: str, rank: int, mine: str, timeout_s: float) -> str:
-    """Returns rank 0's `mine` (printable, without spaces, below 1000 characters), on every rank. Collective."""
+    """Returns rank 0's `mine` (printable, without spaces, below 1000 characters), on every rank. Collective.
+
+    Raises `RunError` where ranks do not come in `timeout_s` or mpirun hangs up, `InputError` for another protocol.
+    """
     with socket.socket(fileno=os.dup(int(fd_text))) as wire:
         wire.settimeout(timeout_s)
         try:
@@ -55,7 +58,7 @@ def _talk(wire: socket.socket, rank: int, mine: str) -> str:
 
 
 def _ask(wire: socket.socket, words: str, expected: str) -> dict[str, str]:
-    """Send one command; returns the fields of its answer. `InputError` for another answer than `expected`."""
+    """Send one command; returns its answer's fields. `InputError` for another than `expected`, `RunError` for none."""
     wire.sendall(f"{words}\n".encode())
     answer = b""
     while not answer.endswith(b"\n"):

@@ -55,7 +55,8 @@ class RankPool:
 
         The function is found by name in the ranks, so it must stand at the top level of a module. An error on a rank
         is raised here: shardwise's own errors as they are, all others as RunError; both carry `rank` and
-        `remote_traceback`. The clock of `timeout_s` starts when all ranks are up.
+        `remote_traceback`. The clock of `timeout_s` starts when all ranks are up; `RunError` when it is over, or for a
+        hang. `InputError` for a closed pool, or ranks that cannot be started here.
         """
         if self._closed:
             raise InputError("this RankPool is closed; make a new one")

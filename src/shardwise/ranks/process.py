@@ -45,6 +45,7 @@ class RankProcess:
     """One process that runs jobs. `output` and `errors` are file descriptors for its stdout and stderr.
 
     `imports` names what it will run: if it is one of shardwise's modules, the first ranks share its import.
+    Raises `InputError` as `refuse_where_impossible`, `RunError` where processes cannot be forked.
     """
 
     def __init__(self, name: str, output: int = 1, errors: int = 2, *, imports: str = ""):
@@ -80,7 +81,7 @@ class RankProcess:
         return not self.channel.poll() and self.process.exitcode is None
 
     def wait_ready(self, until: float) -> bool:
-        """Wait until the process says that it is ready; False where it died or the time `until` has passed."""
+        """Wait until the process says that it is ready; False where it died or `until` (monotonic clock) has passed."""
         return self._expect(READY, until)
 
     def wait_idle(self, until: float) -> bool:
@@ -111,7 +112,7 @@ class RankProcess:
             return None
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """Returns the exit code, negative for a signal, None while the process is alive."""
+        """Returns the exit code, negative for a signal; None if the process is alive after `wait_s`."""
         self.process.join(wait_s)
         return self.process.exitcode
 
@@ -222,7 +223,7 @@ def leave_where_imported(said: str = "") -> None:
 
 
 def refuse_where_impossible() -> None:
-    """Raises `InputError` where ranks cannot be started: in a rank that imports its script, without a fork server."""
+    """Raises `InputError` without a fork server or for a program on stdin; ends a rank that imports its script."""
     leave_where_imported()  # the process that started this one tells, once
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise InputError(f"ranks are started by a fork server, which Python does not offer on {sys.platform}")

@@ -38,7 +38,9 @@ def talk_between_hosts(store: Any, rank: int, world: int, local_rank: int, first
 
 
 def unanswered(store: Any, world: int, first: bool, listener: socket.socket, until: float, own: list[str]) -> str:
-    """Returns which other host does not answer the first rank of this one, as text; "" where all do. Collective.
+    """Returns which other host does not answer the first rank of this one, as text. Collective.
+
+    "" where all do, on other ranks of this host, without `own`, and where ranks are missing at `until`.
 
     own   addresses at which this host is reached; none: it says by itself why
     """

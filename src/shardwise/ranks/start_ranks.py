@@ -42,7 +42,8 @@ def launch(
 
     Rank 0 writes to this process's stdout and stderr; so do the others, unless `log_dir` is given: then rank N
     writes to `log_dir/rankN.log`. A failing rank ends the run: the others get SIGTERM, and SIGKILL `stop_wait_s`
-    later. Ctrl-C and SIGTERM to this process end the ranks the same way before they take effect here.
+    later; its error is raised as by `RankPool.run`, and `RunError` after `timeout_s` (None: no limit). Ctrl-C and
+    SIGTERM to this process end the ranks the same way before they take effect here.
 
     on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
               this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them; but

@@ -80,7 +80,10 @@ def watch(
     ranks: Mapping[int, RankProcess], deadline: float | None, grace_s: float, notice: Notice | None = None,
     stop: threading.Event | None = None, records: RankWatch | None = None,
 ) -> Outcome:  # fmt: skip
-    """Collect reports; returns the outcome. After a first failure the others get `grace_s`; the rest is named.
+    """Collect reports; returns the outcome. Ranks that do not end by the deadline are in its `stacks`, and run on.
+
+    deadline  on the monotonic clock; None: none. After a first failure the others get `grace_s` seconds
+    notice    called with ("finished" or "failed", rank, the failure's headline or "") as a rank ends
 
     stop      once it is set, ranks are asked to end by themselves, again and again: one may not listen yet
     records   the ranks' own, in which a hang is seen: it ends the run

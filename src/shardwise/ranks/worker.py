@@ -48,7 +48,7 @@ def _receive_fd(handle: Any) -> HandedFd:
 
 
 def serve(channel: Connection, stacks: HandedFd, output: HandedFd, errors: HandedFd) -> None:
-    """Run a rank's process: settle, say ready, then one job after another until told to leave."""
+    """Run a rank's process: settle, say ready, then one job after another until told to leave. Never returns."""
     code = 1
     try:
         _settle(stacks.fd, output.fd, errors.fd)
@@ -180,7 +180,7 @@ def _open_group(job: RankCall) -> None:
 
 
 def _shared_backend(job: RankCall) -> str:
-    """Returns gloo and the accelerator's own backend, for ranks of which several may have one device."""
+    """Returns gloo and the accelerator's own backend, for ranks that may share a device; `InputError` without one."""
     from shardwise.device import group_backend, take
 
     # NCCL refuses two ranks of one host on a device: each is a host of its own, and messages go through its sockets

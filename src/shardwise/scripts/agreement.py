@@ -51,7 +51,7 @@ def note(engine: Engine, tally: Tally, checksum: int, *, generators: bool) -> No
 
 
 def compare(engine: Engine, tally: Tally) -> None:
-    """Raise where ranks' `tally.alike` differ in this step. Sends nothing where the control row went to all ranks.
+    """Raise `RunError` where ranks' `tally.alike` differ. Collective where the control row did not go to all ranks.
 
     tally   of a step that is complete, with what `note` wrote
     """

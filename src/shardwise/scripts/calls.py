@@ -79,7 +79,7 @@ class Calls(Loop):
         self.forwards = 0  # by which "fast" draws are seeded
 
     def compares(self) -> None:
-        """Raise where weights or buffers that all ranks should hold alike differ. Collective."""
+        """Do `WeightAccess.compare`: raise where weights or buffers differ that ranks must hold alike. Collective."""
         if (script := self._script()) is not None:
             script.compare()
 
@@ -90,7 +90,7 @@ class Calls(Loop):
 
     @property
     def of_loss(self) -> Dealt | None:
-        """Returns the `Dealt` of the batch that the loss was computed from, even if the next is fetched already."""
+        """Returns the `Dealt` of the loss's batch, even if the next is fetched already; None before any batch."""
         return self.used or self.dealt
 
     @property
@@ -222,7 +222,7 @@ class Calls(Loop):
         return module.training and torch.is_grad_enabled() and not self.engine.state.phase.looked_at
 
     def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns (args, kwargs) cut to this rank's samples; a rank without any gets a stand-in."""
+        """Returns (args, kwargs) cut to this rank's samples, or a stand-in; `InputError` before the first batch."""
         assert self.engine is not None
         if self.dealt is None:
             raise InputError(
@@ -339,7 +339,10 @@ class Calls(Loop):
 
 
 def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
-    """Returns the `Calls` of the first model prepared with this loader; None where `loader` is none of `prepare`'s."""
+    """Returns the `Calls` of the first model prepared with this loader; None where `loader` is none of `prepare`'s.
+
+    Raises `InputError` for a loader of `prepared.split`, and where that model's samples are dealt otherwise.
+    """
     if not isinstance(loader, PartLoader):
         return None
     leader = loader.events

@@ -79,7 +79,10 @@ class Entries:
         return not (self.depth or self._paused or backward) and self._routes()
 
     def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns what a module's call gives; a submodule that the script calls runs within one of the model."""
+        """Returns what a module's call gives; a submodule that the script calls runs within one of the model.
+
+        Raises `InputError` while `closed`.
+        """
         if self.depth:  # of a module within the model's forward, which comes here for each of them
             return module._call_impl(*args, **kwargs)
         if self.closed:

@@ -57,7 +57,10 @@ class Gradients:
 
     @names_line
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Returns the whole gradient of a parameter; None without one. Collective, the first time in a step."""
+        """Returns the whole gradient of a parameter; None without one. Collective, the first time in a step.
+
+        Raises as `make_whole`.
+        """
         self.make_whole()
         name = self._names.get(id(param))
         if name is None or (self._script.are_whole() is None and name not in self._seen):

@@ -127,7 +127,7 @@ def _of_script(hooks: Any) -> bool:
 
 
 def guard_conversion(model: nn.Module) -> None:
-    """Make `model.to`, `.double()` and the like raise where they would change a tensor; a copy keeps its own."""
+    """Make `model.to`, `.double()` and the like raise `InputError` where they would change a tensor; not a copy's."""
 
     def apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # a deep copy of the model gets this method too, but no plan holds its weights
@@ -173,7 +173,10 @@ class FirstSteps:
         self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
 
     def before(self) -> None:
-        """Called before a step, with gradients complete: raises `InputError` for parameters that are not the plan's."""
+        """Called before a step, with gradients complete: raises `InputError` for parameters that are not the plan's.
+
+        `RefusedPlan` for hooks that were put on since, and for weights that a forward wrote into.
+        """
         if self._alike.is_due(self._steps + 1):
             self._check_places()
 
@@ -189,8 +192,8 @@ class FirstSteps:
 
     @torch.no_grad()
     def after(self) -> None:
-        """Called after a step, with weights published: compares ranks in some steps. Collective then; raises where they
-        differ."""
+        """Called after a step, with weights published: compares ranks in some steps, collectively. Raises `RunError`
+        where their weights differ, `RefusedPlan` where buffers do."""
         self._steps += 1
         self._state.notices += not_trained(self._state.module) if self._steps == 1 else []
         if self._alike.is_due(self._steps):

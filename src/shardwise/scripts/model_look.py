@@ -82,13 +82,14 @@ def look_at_model(
     engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, gate: Gate,
     own: tuple[OwnBackwards, nn.Module] | None, *, check: bool = True,
 ) -> ModelLook:  # fmt: skip
-    """Returns what a few samples show: batch norms, notices, dims. Collective; raises for modules that mix samples.
+    """Returns what a few samples show: batch norms, notices, dims. Collective.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
     gate     open for the look's own reads, closed while the model's forward runs
     own      the model's own backwards, and its module that the script calls
     check    False: only batch norm is looked for, by its modules
+    Raises `RefusedPlan` for a model that mixes samples, or whose forward the plan cannot run.
     """
     batch = (args, kwargs)
     if not check:

@@ -89,6 +89,7 @@ class OverRanks(WeightAccess):
         rank's samples: what one process has (keys for a queue, outputs for a metric). Without gradient. Collective.
 
         loader  what `prepared.split` returned, whose batch it is; None: the main one's
+        Raises `InputError` where the first dim does not count this rank's samples.
         """
         self._passes("prepared.gather(...)")
         rows, dealt = whole(tensor).detach(), self.calls.of_loss
@@ -154,7 +155,10 @@ class OverRanks(WeightAccess):
         return part.count / part.total if part.total else 0.0  # a mean over this rank's samples
 
     def _weight(self, form: str, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor | float:
-        """Returns the weight with which a loss counts; without one given, a step's losses share a weight of 1."""
+        """Returns the weight with which a loss counts; without one given, a step's losses share a weight of 1.
+
+        0 for a stand-in, where losses have weights. `InputError` where those of a step come in different forms.
+        """
         # sums are divided by all weights of their step, and that step's have been divided already
         if form == "weight" and self._earlier is not None and not self._earlier.stepped:
             self._refuse_weights()

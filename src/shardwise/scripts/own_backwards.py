@@ -36,10 +36,10 @@ class OwnBackwards:
     def differ(
         self, entry: nn.Module, evaluate: Callable[[nn.Module, Any], Loss], whole: Any, parts: list[Any], asked: bool
     ) -> str | None:
-        """Returns what differs between gradients of `whole` and of its `parts`, as text. Collective; raises `Untried`.
+        """Returns how gradients of `whole` and of its `parts` differ, as text, else None. Collective; raises `Untried`.
 
         evaluate    (module, batch) -> the loss that stands for the script's
-        asked       whether this rank wants the answer; where any rank does, all take part
+        asked       whether this rank wants the answer; where any rank does, all take part, else None
         """
 
         def tried() -> tuple[str | None, str | None]:

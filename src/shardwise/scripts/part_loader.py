@@ -61,6 +61,8 @@ class PartLoader:
     notices  what "auto" came to, where it costs something
 
     len(), `dataset`, `batch_size` and the like are the script's loader's own.
+    Raises `InputError` for a loader that cannot be iterated or deals samples by itself; iterating, for batches that
+    cannot be cut.
     """
 
     def __init__(

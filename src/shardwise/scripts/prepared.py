@@ -251,7 +251,7 @@ class Prepared(Stepping):
 
     @names_line
     def _add_group(self, group: dict[str, Any]) -> None:
-        """Stands for `optimizer.add_param_group`, of parameters that the plan has: adds this rank's pieces of them."""
+        """Stands for `optimizer.add_param_group`: adds this rank's pieces; `InputError` for settings that need more."""
         optimizer, engine, given = self.optimizer, self._engine, group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
         group = {**optimizer.defaults, **group, "params": given}
@@ -298,7 +298,7 @@ class Prepared(Stepping):
     @names_line
     def replace_optimizer(self, optimizer: Any) -> Any:
         """Returns `optimizer`, made anew in place over this rank's pieces; it takes the place of the one before, which
-        can step no more. For scripts that make another one from model.parameters() in mid training. Collective.
+        can step no more; `InputError` for that itself. For scripts that make another in mid training. Collective.
         """
         self._passes("prepared.replace_optimizer(...)")
         if (optimizer := as_one_optimizer(optimizer)) is self.optimizer:
@@ -407,7 +407,10 @@ class Prepared(Stepping):
 
     @property
     def engine(self) -> Engine:
-        """Returns the `Engine` of the plan. Where that cuts weights or positions, the first forward makes it."""
+        """Returns the `Engine` of the plan. Where that cuts weights or positions, the first forward makes it.
+
+        Raises `InputError` before that (`waits`).
+        """
         if self._engine is None:
             raise InputError(
                 f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "

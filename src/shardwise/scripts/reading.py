@@ -93,7 +93,7 @@ class Unfit(Exception):
 
 
 class Fetched(NamedTuple):
-    """Samples; of a first batch where the generators stood before, and how a sample looks that all ranks read."""
+    """Samples; of a first batch where generators stood before, else None, and `look_of` a sample all read, else []."""
 
     samples: Any
     stood: int | None

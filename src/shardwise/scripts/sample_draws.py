@@ -278,7 +278,7 @@ class SampleDraws(TorchFunctionMode):
 
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
-        """Returns what a random operation draws: this rank's rows of one process's numbers, or all numbers alike."""
+        """Returns what a random operation draws: this rank's rows of one process's, or all. Raises `RefusedPlan`."""
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         named, self._op = _named_arguments(func, args, kwargs), str(func)
@@ -300,7 +300,7 @@ class SampleDraws(TorchFunctionMode):
         return self._drawn_for_all(func, args, kwargs, part, sized)
 
     def _drawn_for_all(self, func: Any, args: tuple, kwargs: dict, part: Share, sized: set[str]) -> Any:
-        """Returns this rank's rows of what the operation draws for all samples of the batch."""
+        """Returns this rank's rows of what an operation draws for all samples; `RefusedPlan` if these are not told."""
         rows, low, total = part.count, part.start, part.total
         names = [argument.name for argument in func._schema.arguments]
         named = _named_arguments(func, args, kwargs)

@@ -107,7 +107,7 @@ def _has_schedule(fields: Any) -> bool:
 
 
 def _node_of(name: str, value: Any) -> Node:
-    """Returns a field's value as JSON nodes that restore it exactly, numbers as keys and infinity too."""
+    """Returns a field's value as JSON nodes that restore it exactly, number keys and infinity too; or `InputError`."""
     try:
         return plain_node(value)
     except NoJson as why:

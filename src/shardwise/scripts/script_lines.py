@@ -62,7 +62,7 @@ def refuse(error: ShardwiseError) -> NoReturn:
 
 
 def line_of_script() -> str:
-    """Returns the innermost running line that is neither ours nor torch's: "train.py, line 12: loss.backward()"."""
+    """Returns the innermost running line that is not ours nor torch's: "train.py, line 12: loss.backward()"; or ""."""
     frame = sys._getframe(1)
     while frame is not None and (_is_ours(frame.f_code.co_filename)):
         frame = frame.f_back  # type: ignore[assignment]
@@ -86,7 +86,7 @@ OPTIONS = ("weight", "mean_over", "summed", "also", "loader", "retain_graph")  #
 
 
 def refuse_call(loss: object, options: dict[str, Any]) -> None:
-    """Raise where `backward` is given no loss, an option of torch's that ranks cannot follow, or a misspelt one.
+    """Raise `InputError` where `backward` is given no loss or a misspelt option, `RefusedPlan` for create_graph.
 
     options  the keywords that `backward` has no parameter for
     """

@@ -129,7 +129,7 @@ class Loop(Heard, Events):
         self.unfed = False  # there is no loader, and nothing was dealt
 
     def before_epoch(self) -> None:
-        """Set every rank's generators to rank 0's, so that samplers and datasets draw alike."""
+        """Set every rank's generators to rank 0's, so that samplers and datasets draw alike. Collective."""
         self.unfed = False
         self.suspend()
         self._passes("an epoch over the loader")
@@ -153,7 +153,7 @@ class Loop(Heard, Events):
             share_generators(self.mesh.world, self.mesh.device)
 
     def _comes_unfed(self, call: Any) -> None:
-        """Take a training forward's arguments for the next batch, of a script that has no loader."""
+        """Take a training forward's arguments for the next batch, without a loader; `InputError`: samples unknown."""
         if self.whole is None:
             raise InputError(UNFED)
         try:
@@ -192,7 +192,7 @@ class Loop(Heard, Events):
         return self.other.ran
 
     def before_first(self, look: list[float], checksum: int) -> None:
-        """Raise an error where ranks read other samples than each other, unless each draws for itself. Collective."""
+        """Raise `InputError` where ranks read other samples than each other; not for "fast". Collective."""
         if self.mesh.world.size > 1 and self.randomness == "global":
             same_samples(look, checksum, self.mesh.world, self.mesh.device)
 
@@ -240,7 +240,7 @@ class Loop(Heard, Events):
 
     def select_batch_for_forward(self, call: Any, *, trains: bool) -> None:
         """Make current the batch whose tensors a forward is given, or like which these were drawn; else the first
-        batch that the script has not used yet."""
+        batch that the script has not used yet. `RefusedPlan` where another thread goes through the loader."""
         now = self._now
         if self._elsewhere:
             raise RefusedPlan(_ELSEWHERE)
@@ -328,7 +328,7 @@ class Loop(Heard, Events):
             self.suspend()
 
     def _first_that_fits(self, call: Any, *, trains: bool) -> Handed | None:
-        """Returns the first unused batch with as many samples as a forward is given, else the first unused."""
+        """Returns the first unused batch with as many samples as a forward has, else the first unused, or None."""
         # batches that are over are not waited for; in training those of a batch that is still being used up
         waiting = self._waiting(*(self._left_waiting() if trains else ()))
         fits = [batch.fits(call) for batch in waiting]

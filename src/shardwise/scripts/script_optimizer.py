@@ -54,7 +54,10 @@ def names_in_groups(held: Sequence[dict[str, Any]], module: nn.Module) -> list[l
 
 
 def refuse_lost(optimizer: Optimizer, plan: Plan) -> None:
-    """`InputError` for settings that the constructor took and that neither groups nor defaults remember."""
+    """Raise `InputError` for settings that the constructor took and neither groups nor defaults remember.
+
+    `RefusedPlan` as `refuse_several`.
+    """
     refuse_several(optimizer, plan)
     plain = (bool, int, float, str, tuple, type(None))
     for one in members_of(optimizer):
@@ -73,7 +76,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns a new optimizer of the same class and settings over these groups."""
+    """Returns a new optimizer of the same class and settings over these groups; `InputError` where none can be made."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
@@ -90,7 +93,10 @@ Kind = tuple[torch.Size, bool]  # of a parameter: its shape, and whether it is c
 
 
 def nature_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], kinds: Sequence[Sequence[Kind]]) -> Nature:
-    """Returns the `Nature` of the group whose update needs most (elements, tensors or all), by a trial of each."""
+    """Returns the `Nature` of the group whose update needs most (elements, tensors or all), by a trial of each.
+
+    Raises `InputError` where no group has a parameter that is trained, or the class cannot be made anew.
+    """
     found = []
     for group, of_group in zip(groups, kinds, strict=True):
         if of_group:
@@ -172,7 +178,7 @@ def held_pieces(
 
 
 def retire(optimizer: Optimizer) -> None:
-    """Make an optimizer's `step` raise, since another one took its place."""
+    """Make an optimizer's `step` raise `InputError`, since another one took its place."""
 
     @names_line
     def step(self: Optimizer, closure: Any = None) -> None:

@@ -360,6 +360,7 @@ def assign(trained: tuple[FullShard, int] | None, of_unit: Any, param: DTensor, 
 
     trained     its technique, and its number there; None of what is frozen
     of_unit     FSDP's record of the parameter
+    Raises `InputError` for another shape, dtype or device than the weight's.
     """
     value = value.detach()
     value = as_pairs(value) if value.is_complex() and not param.is_complex() else value

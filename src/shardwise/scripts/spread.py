@@ -89,7 +89,10 @@ def _set_trained(model: nn.Module, names: Collection[str], trained: bool) -> Non
 
 
 def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) of rank 0's call, tensors on the CPU, on every rank. Collective."""
+    """Returns (args, kwargs) of rank 0's call, tensors on the CPU, on every rank. Collective.
+
+    Raises `RefusedPlan` for sparse tensors, `RunError` on a rank that gives another number of tensors.
+    """
     leaves, spec = tree_flatten(tree_map_only(torch.Tensor, plain, (args, kwargs)))
     mine = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     # sparse tensors are no strided memory that could be sent or labelled
@@ -155,7 +158,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 
 def total_of(output: Any) -> torch.Tensor:
-    """Returns a scalar made of every floating-point output, in place of the script's loss where cuts are tried."""
+    """Returns a scalar made of all floating-point outputs, in place of the script's loss; `InputError` without any."""
     floats = [t for t in tensors_of(output) if t.is_floating_point()]
     if not floats:
         raise InputError(
@@ -227,7 +230,10 @@ class Door:
         self._cuts = {name: cuts for name, cuts in zip(positions.names, positions.cuts, strict=True) if cuts}
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, str]:
-        """Returns ((args, kwargs) with this rank's shares, a notice or ""); tensors of too few positions stay whole."""
+        """Returns ((args, kwargs) with this rank's shares, a notice or ""); tensors of too few positions stay whole.
+
+        Raises `InputError` for a tensor that another model's plan has cut.
+        """
         paths, spec = tree_flatten_with_path(self._named.of(args, kwargs))
         leaves = [self._share(name_of(path), leaf) for path, leaf in paths]
         notice = ""
@@ -240,7 +246,10 @@ class Door:
         return self._named.back(tree_unflatten(leaves, spec), len(args)), notice
 
     def _share(self, name: str, leaf: Any) -> Any:
-        """Returns this rank's share of the argument `name`; itself where it is no tensor, not cut, or too short."""
+        """Returns this rank's share of the argument `name`; itself where it is no tensor, not cut, or too short.
+
+        Raises `InputError` for what a model under another plan has cut.
+        """
         cuts = self._cuts.get(name)
         # a part over this model's own axes goes in as it is; over another's, sums would run over the wrong ranks
         if isinstance(leaf, Distributed) and leaf.axis.positions and leaf.axis not in self._positions.axes:

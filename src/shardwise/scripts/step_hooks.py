@@ -59,7 +59,7 @@ def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
 
 
 def run_hooks(optimizer: Optimizer, hooks: list[Callable], whole: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run hooks on whole weights and gradients. Collective where there is one."""
+    """Run hooks on whole weights and gradients; `RefusedPlan` for one that returns anything. Collective unless []."""
     if not hooks:
         return
     with whole():

@@ -93,7 +93,8 @@ class Stepping(OverRanks):
         loader     what `prepared.split` returned, of whose batch the loss is; None: of the main one's
 
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
-        over all ranks. What a loss is said to be is believed here; `shardwise verify` proves it.
+        over all ranks, a float64 scalar on the CPU. What a loss is said to be is believed here; `shardwise verify`
+        proves it. Raises `InputError` for what is no loss or no weight of one, `RunError` where ranks are apart.
         """
         if self.side is not None:  # a proof ends the script here once it has seen enough
             self.side.recorder.may_go_on()
@@ -139,7 +140,10 @@ class Stepping(OverRanks):
         return told
 
     def _part_of(self, loader: PartLoader | None) -> Share | None:
-        """Returns the samples of the current batch that count on this rank; None where that is not known."""
+        """Returns the samples of the current batch that count on this rank; None where that is not known.
+
+        Of `loader`, which must have handed one out (`InputError`); None: the batch that the loss came from.
+        """
         if loader is None:
             dealt = self.calls.of_loss
             return dealt.part if dealt is not None else None
@@ -188,7 +192,10 @@ class Stepping(OverRanks):
 
     @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Stands for `nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: returns the norm over all ranks."""
+        """Stands for `nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: returns the norm over all ranks.
+
+        A float64 scalar, of before clipping. Collective. Raises `InputError` where no backward has come yet.
+        """
         self._passes("prepared.clip_grad_norm_(...)")
         self._flush()
         if self._tally is None:
@@ -304,7 +311,10 @@ class Stepping(OverRanks):
 
     @names_line
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None, optimizer: Optimizer) -> Any:
-        """Returns the result of `inner`, the optimizer's own step, run over this rank's pieces. Collective."""
+        """Returns the result of `inner`, the optimizer's own step, run over this rank's pieces. Collective.
+
+        A `closure` is refused where tp, ep, offload or an optimizer's needs leave no whole step to it.
+        """
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
         # the plan's own pieces come back for the step; after it the script sees whole tensors again

@@ -93,6 +93,7 @@ class WeightAccess(ABC):
 
         grads   p.grad are whole gradients
         state   optimizer.state[p] is whole state; else it is not asked for
+        Raises `InputError` within another one or a forward, and where ranks have changed it otherwise.
         """
         if self._whole_weights is None or self._engine is None:
             yield  # every rank has all of it
@@ -125,7 +126,7 @@ class WeightAccess(ABC):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Context: the engine may read the script's weights; what the script wrote into them is taken over first."""
+        """Context: the engine may read weights; the script's writes are taken first. `InputError` within `whole()`."""
         if self.whole_is_open:  # what ranks hold is what it was before
             raise InputError("weights or state are saved within prepared.whole(): save after the end of the with block")
         self.settle()
@@ -134,19 +135,25 @@ class WeightAccess(ABC):
             yield
 
     def meet_with(self, what: str, given: Any) -> None:
-        """Wait until every rank makes the call `what`; raises where some do not, or `given` differs between ranks."""
+        """Wait until all ranks make the call `what`; `RunError` if one does not, `InputError` where `given` differs."""
         if self.meeting is not None:
             self.meeting.enter(what)
             with self._gate.open(), self._state_gate.open():
                 same_given(what, given, self.mesh.world, self.mesh.device)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
-        """Load whole weights and buffers, alike on every rank; returns missing and unexpected keys. Collective."""
+        """Load whole weights and buffers; returns missing and unexpected keys. Collective.
+
+        Raises `InputError` where ranks give other values.
+        """
         return self._load("", state, strict)
 
     @names_line
     def _load(self, path: str, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
-        """Load `state`, by names within the submodule at `path`; returns missing and unexpected keys. Collective."""
+        """Load `state`, by names within the submodule at `path`; returns missing and unexpected keys. Collective.
+
+        With `strict` these raise: `InputError`, or torch's own where weights are whole.
+        """
         if not self.whole_is_open:
             self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
         # torch's own loading, on whole weights: before the first call, or within `whole()`
@@ -261,7 +268,7 @@ class WeightAccess(ABC):
             self._first.places.check()
 
     def compare(self) -> None:
-        """Raise where weights or buffers that ranks should hold alike differ. Collective."""
+        """Raise `RunError` where weights, `RefusedPlan` where buffers differ that ranks must hold alike. Collective."""
         self.settle()  # else a rank's own pieces are ahead of the others'
         with self._gate.open():
             self._first.again()
@@ -353,7 +360,10 @@ class Copies:
 
     @names_line
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """Returns a plain copy of one module, of its weights as they are now. Collective where ranks hold pieces."""
+        """Returns a plain copy of one module, of its weights as they are now.
+
+        Where ranks hold pieces it is collective, and raises `RefusedPlan` within a forward or a backward.
+        """
         # the first of a model's copies gathers its weights, and all of its modules share them
         if id(self) not in memo:
             memo[id(self)] = self
@@ -379,7 +389,7 @@ class Copies:
         return made
 
     def _whole(self, module: nn.Module) -> dict[int, Any]:
-        """Returns {id of a parameter, or of a buffer that is a part: the whole tensor that a copy has in its place}."""
+        """Returns {id of a parameter, or of a cut buffer: its whole tensor, for a copy}; `RefusedPlan` in a forward."""
         prepared, model = self._prepared(), self._model()
         engine = prepared.in_pieces if prepared is not None and not prepared.whole_is_open else None
         weights: dict[str, torch.Tensor] = {}

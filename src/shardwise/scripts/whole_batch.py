@@ -106,7 +106,10 @@ class WholeBatch:
             finalize(self, watch_backwards(lambda roots, graph, inputs: _told(here(), inputs))).atexit = False
 
     def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
-        """Returns (args, kwargs) cut to this rank's samples, perhaps another number than the batch's (two views)."""
+        """Returns (args, kwargs) cut to this rank's samples, perhaps another number than the batch's (two views).
+
+        Raises `InputError` where no argument has a dim of the batch's `samples`.
+        """
         call = (args, kwargs)
         try:
             total, places = samples_in(call, name="the model's arguments"), Places(None, 0)
@@ -138,7 +141,10 @@ class WholeBatch:
         return _OfAllSamples.apply(leaf, dim, self._counts, self._data)
 
     def leave(self, output: Any) -> Any:
-        """Returns the model's output for all samples, gathered from ranks, in its own class. Collective."""
+        """Returns the model's output for all samples, gathered from ranks, in its own class. Collective.
+
+        Raises `RefusedPlan` for an object in it that may hold tensors.
+        """
         leaves, spec = tree_flatten(dict(output) if isinstance(output, Mapping) else output)
         # never looked at, or another call with other outputs: by size, where only the first dim counts
         if self.dims is None or len(self.dims) != len(leaves):
@@ -150,7 +156,7 @@ class WholeBatch:
         return in_class_of(output, tree_unflatten(gathered, spec))
 
     def _whole(self, leaf: Any, rows: Rows | None) -> Any:
-        """Returns one output leaf for all samples; without samples (`rows` None) itself, its gradient summed."""
+        """Returns one output leaf for all samples; without (`rows` None) itself, gradient summed; or `RefusedPlan`."""
         # a plain value is the same on every rank; another object may hold tensors, which would not be gathered
         if not isinstance(leaf, torch.Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):

@@ -148,7 +148,7 @@ def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> d
 
 
 def _named(whole: Mapping[str, Any], names: list[list[str]]) -> tuple[States, list[dict[str, Any]], dict[Any, Any]]:
-    """Returns (state by parameter's name, options of each group, state of no parameter) of a whole `state_dict`."""
+    """Returns (state by parameter's name, groups' options, state of no parameter); `InputError` for unlike groups."""
     groups, of_groups = whole["param_groups"], [len(group) for group in names]
     saved = [len(group["params"]) for group in groups]
     # torch's own check, whose message would be of pieces
@@ -173,6 +173,7 @@ def put(
 
     options     of each group; None: as they are
     rest        state of no parameter
+    Raises `RefusedPlan` for a tensor that is neither like its parameter nor one number.
     """
     members = members_of(optimizer)
     if len(members) > 1:
@@ -215,7 +216,7 @@ def _piece_of(
         shape = shape if spread is None else spread.full_shape(name, shape)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of a tensor in the parameter's shape; a copy of one number, or of an owner's."""
+        """Returns this rank's piece of a tensor like the parameter; a copy of one number or an owner's, else raises."""
         # like the parameter: cut as it is
         if tensor.shape == shape and state.owners is None:
             share = share_of(state, name, tensor)

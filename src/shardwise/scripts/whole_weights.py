@@ -272,7 +272,7 @@ class WholeWeights:
         self._open(*asked)
 
     def _open(self, grads: bool, state: bool) -> None:
-        """Gather what was asked for and put stand-ins into the places of pieces. Collective."""
+        """Gather and put stand-ins into the places of pieces; `InputError` if open, or in a forward. Collective."""
         script = self._script
         # pieces put aside twice would leave the stand-ins in their place
         if self.is_open:

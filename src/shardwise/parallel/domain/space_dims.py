@@ -33,6 +33,7 @@ def candidates(
 
     tiles  for each dim of space from the first one on: the axis that cuts it, None where it stays whole
     model_leaves  ids of the leaves that the model is given
+    Raises `RefusedPlan`, before the first, where `tiles` has more dims than `spatial` names.
     """
     leaves, _ = tree_flatten(batch)
     if spatial is not None and len(tiles) > len(spatial.dims):

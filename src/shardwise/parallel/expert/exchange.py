@@ -61,7 +61,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchanged(axis: Axis, sent: list[int], received: list[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the rows that arrive of each tensor: so many go to (`sent`), come from (`received`), each rank."""
+    """Returns the rows that arrive of each tensor: so many go to (`sent`), come from (`received`), each rank.
+
+    Collective over the axis; differentiable.
+    """
     return list(_Exchange.apply(axis, sent, received, *tensors))
 
 
@@ -85,7 +88,8 @@ def through_owners(
     """Returns the sum over each token's pairs, every pair computed by the rank that holds its expert.
 
     rows (T, H), index (T, k) of `experts` in all, weight (T, k) -> (T, H). `compute` gets rows, local experts and
-    weights of pairs, one to a row. The three are plain. Collective over the axis; differentiable.
+    weights of pairs, one to a row. The three are plain. Collective over the axis; differentiable. Raises
+    `RunError` for an expert number outside of [0, experts).
     """
     tokens, k = index.shape
     per_rank = experts // axis.size

@@ -136,7 +136,7 @@ class ExpertParallel:
         return place * here, (place + 1) * here
 
     def here(self, absent: Collection[str]) -> ExpertParallel:
-        """Returns the experts of this rank's pipeline stages alone."""
+        """Returns the experts of this rank's pipeline stages alone. `absent`: names of parameters that others have."""
         stacks = [stack for stack in self.stacks if not absent or set(stack.names) - set(absent)]
         return replace(self, stacks=stacks)
 
@@ -161,7 +161,7 @@ class ExpertParallel:
         return value
 
     def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
-        """Gather all experts of a parameter or gradient; any other is returned as it is."""
+        """Returns the gathering of all experts of a parameter or gradient; any other, and None, it gives as it is."""
         if share is None or name not in self.dealt:
             return share
         owner = self.owner(name)

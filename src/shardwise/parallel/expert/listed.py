@@ -353,7 +353,7 @@ Outcome = tuple[list[torch.Tensor], list[torch.Tensor | None]]
 def _result(
     run: Callable[..., Any], inputs: tuple[tuple, dict], weights: Sequence[torch.Tensor], generator: torch.Generator
 ) -> Outcome:
-    """Returns ([tensors of floats that a mixture gives], [gradient of each input and weight])."""
+    """Returns ([float tensors that a mixture gives], [gradient of each input and weight]); raises `FailedTrial`."""
     generator.manual_seed(1)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor * 1, inputs)  # a forward may write into them
     with ConstantRandom().watching(nn.Module()):

@@ -77,7 +77,10 @@ class ListedExperts:
         self._changing: list[tuple[dict[str, Any], str]] = []  # (table, key) of what a forward of the mixture writes
 
     def run(self, child: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Returns what `forward`, the mixture's own, gives. Collective over the axis."""
+        """Returns what `forward`, the mixture's own, gives. Collective over the axis.
+
+        Raises `RunError` where experts are called otherwise than at the look, or in the second forward than the first.
+        """
         as_before = generators_now(), python_kept()
         asked = self.asked(child, forward, args, kwargs)
         results, beside = self._computed(asked, (args, kwargs))
@@ -117,7 +120,7 @@ class ListedExperts:
             yield
 
     def _noted(self, asked: list[RowsAsked], expert: int, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Returns zeros in the place of the expert's result, and appends the call to `asked`."""
+        """Returns zeros for the expert's result, and appends the call to `asked`; `RunError` if given no rows."""
         tensors = rows_of(self.keys, args, kwargs)
         if tensors is None:
             raise RunError(
@@ -294,7 +297,7 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _form(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the place of a tensor's dtype in `_DTYPES`, the dims of a row, and their sizes padded by zeros."""
+    """Returns (place of the dtype in `_DTYPES`, dims of a row, *sizes padded by zeros); `RunError` if not sendable."""
     sizes = tensor.shape[1:]
     if tensor.dtype not in _DTYPES or len(sizes) > _MOST_DIMS:
         raise RunError(f"experts under ep are given rows of {tensor.dtype}, {tuple(sizes)} each, which are not sent")

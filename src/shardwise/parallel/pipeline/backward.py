@@ -63,7 +63,10 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
 def of_input(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> DeferredWeightGrad:
-    """Run the first half of a stage's backward (I), adding to `.grad` of its inputs. Returns what the second needs."""
+    """Run the first half of a stage's backward (I), adding to `.grad` of its inputs. Returns what the second needs.
+
+    Raises `RefusedPlan` for a reentrant checkpoint in the graph.
+    """
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if not inputs or not pairs:  # nobody asks for a gradient of the input: the whole backward is W's
         return DeferredWeightGrad(roots=pairs)

@@ -54,7 +54,7 @@ def balanced(
     moments  at which a stage can begin
     used     when parameters are used, of which each stage is to have some
 
-    The slowest stage is as fast as can be; within SLACK of that, the largest one as small. No moments where a stage
+    The slowest stage is as fast as can be; within SLACK of that, the largest one as small. (inf, []) where a stage
     would have nothing to train.
     """
     edges = [0, *moments, flow.end]

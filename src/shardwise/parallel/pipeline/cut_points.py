@@ -113,7 +113,7 @@ def _holder(
 
 
 def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder | None:
-    """Returns the holder of a tensor that the code around `boundary` made, which every stage that comes to it runs."""
+    """Returns the holder of a tensor that code around `boundary` made, which every stage there runs; else None."""
     made = flow.own.get(number)
     if made is None or not made.whose.enter <= boundary.enter < made.whose.exit:
         return None
@@ -307,7 +307,11 @@ def _named(
 
 
 def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[CutPoint]) -> list[Stage]:
-    """Returns the stages between the places. `other` is the same forward on another number of samples."""
+    """Returns the stages between the places. Raises `RefusedPlan` where the forward takes different ways.
+
+    other    the same forward on another number of samples
+    samples  how many each of the two had
+    """
     # calls made as often as there are samples differ with their number, and no stage begins among them (`repeats`)
     if flow.order != other.order and not flow.repeats:
         raise RefusedPlan(

@@ -89,7 +89,7 @@ class LeftOutResults:
         return tree_unflatten(results, spec)
 
     def _recipe(self, skip: Skip, along: Sequence[Along], leaves: Sequence[Any]) -> tuple[list[_Leaf], TreeSpec]:
-        """Returns (leaves of the result, their tree) for arguments of these shapes."""
+        """Returns (leaves of the result, their tree) for these arguments; `RefusedPlan` if they tell no shape."""
         shapes = made_up_shapes(skip, [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves])
         argument_of = {number: place for place, number in enumerate(skip.call.arguments) if number is not None}
         cuts = along or [()] * len(shapes)

@@ -136,7 +136,7 @@ def made_up_shapes(skip: Skip, argument_shapes: Sequence[Sequence[int] | None]) 
 
 
 def _made_up_dim(dim: int, a: int, b: int, arguments: Sequence[tuple[Sequence[int], ...]]) -> int | None:
-    """Returns the size of a dim that was `a` in one forward and `b` in the other, for this call's arguments.
+    """Returns the size for this call's arguments of a dim that was `a` in one forward, `b` in the other; None: untold.
 
     arguments  (shape in the one, shape in the other, shape now) of each
     """

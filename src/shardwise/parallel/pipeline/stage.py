@@ -343,7 +343,9 @@ class StagedModule:
     def run(
         self, index: int, inbox: list[tuple[torch.Tensor, bool]], forward: Callable[[], Any], tape: Tape | None = None
     ) -> Any:  # fmt: skip
-        """Returns the result of `forward` (which calls the module) on stage `index`.
+        """Returns the result of `forward` (which calls the module) on stage `index`; of all but the last, what is sent.
+
+        Raises `RefusedPlan` where the forward takes another way, or has other shapes, than at the look.
 
         inbox   what was received, and whether each needs a gradient: `taken` then has the leaves that hold it
         tape    where gradients that the forward takes itself go from stage to stage
@@ -419,7 +421,7 @@ class StagedModule:
     def _put(self, target: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
         """Write what was received into `target`, which the caller holds; `written`: the forward writes into it later.
 
-        Notes in `taken` the leaf whose gradient goes back.
+        Notes in `taken` the leaf whose gradient goes back. `RefusedPlan` for another shape, or a `target` with a graph.
         """
         assert self._stage is not None and self._stage.entry is not None
         if target.shape != received.shape:

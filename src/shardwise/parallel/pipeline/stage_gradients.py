@@ -111,7 +111,10 @@ class Tape:
     # --- the forward's own gradient
 
     def take(self, index: int, take: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Returns the gradients that `torch.autograd.grad(*args, **kwargs)`, which is `take`, gives in one process."""
+        """Returns the gradients that `torch.autograd.grad(*args, **kwargs)`, which is `take`, gives in one process.
+
+        Raises what that raises, and `RefusedPlan` for another number of inputs than at the look.
+        """
         names = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
         names |= kwargs
         outputs, inputs = listed(names["outputs"]), listed(names["inputs"])

@@ -121,7 +121,7 @@ class Mail:
     def send_forward(self, stage: int, batch: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """Send the hidden states that stage `stage` made to the next stage.
 
-        key  of the batch's shape: tensors of one key are alike, and described once
+        key  of the batch's shape: tensors of one key are alike (else `RefusedPlan`), and described once
         """
         specs = [TensorSpec(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
         before = self._specs.setdefault((stage, key), specs)
@@ -147,7 +147,7 @@ class Mail:
         """Send the gradients (`.grad`) of the tensors that stage `stage` received, where needed, to the stage before.
 
         Of several, a byte each says whether backward reached it: what it did not reach has no gradient in one process,
-        and an optimizer leaves that alone, which it would not do for zeros.
+        and an optimizer leaves that alone, which it would not do for zeros. `RefusedPlan` if a single one has none.
         """
         # cut as the hidden states are, since that is what the stage before was told to expect
         gradients = [

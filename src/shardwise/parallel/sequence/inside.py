@@ -35,6 +35,7 @@ class CutBlocks:
     first, last  paths of the blocks
     axes         over which positions are cut, outermost first
     least        indices that every rank must have
+    The first block raises `RefusedPlan` for another first tensor, `InputError` for fewer positions.
     """
 
     first: str
@@ -67,7 +68,7 @@ class CutBlocks:
         )
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns the first block's arguments, its first tensor (B, S, E) cut along S."""
+        """Returns the first block's arguments, its first tensor cut along S; `RefusedPlan` if that is not (B, S, E)."""
         leaves, spec = tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
         if place is None or leaves[place].dim() != 3 or not leaves[place].is_floating_point():

@@ -29,7 +29,9 @@ def candidates(
 ) -> Iterator[Candidate]:  # fmt: skip
     """Yields a `Candidate` for each size that dims behind the samples have; integer tensors' sizes first.
 
+    least  positions that every rank must have
     named  by name of a tensor, its dim of positions: those alone; none where it is empty
+    Raises `InputError`, before the first, for a name or a dim that the batch lacks.
     """
     proposals = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
     for dims, said in proposals:

@@ -280,7 +280,10 @@ class Layers:
 
 
 def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
-    """Returns a tensor's `Layers`: its cut over `axis`, which must be outermost, one further in, and the payload."""
+    """Returns a tensor's `Layers`: its cut over `axis`, which must be outermost, one further in, and the payload.
+
+    Raises `Uncut` for cuts that a ring has no rule for.
+    """
     part = inner = None
     tensor = tensor.detach()  # the ring is an autograd function of its own, and records nothing inside
     if isinstance(tensor, Distributed):
@@ -311,7 +314,10 @@ class HeadsHere:
         return cls(queries.inner)
 
     def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the mask (b, h, S, T) of this rank's heads or samples; a `PairMask` as it is, the same for all."""
+        """Returns the mask (b, h, S, T) of this rank's heads or samples; raises `Uncut` for a cut one.
+
+        mask   None and a `PairMask` are returned as they are
+        """
         if mask is None or isinstance(mask, PairMask):
             return mask
         if isinstance(mask, Distributed):
@@ -346,7 +352,10 @@ def refuse_other_samples(query: Layers, *others: Layers) -> None:
 
 
 def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
-    """Returns (H,) the local key head of each local query head; None where equal runs of query heads share one."""
+    """Returns (H,) the local key head of each local query head; None where equal runs of query heads share one.
+
+    Raises `Uncut`, on all ranks alike, where some rank lacks a key head that its queries read.
+    """
     # heads are not cut, or over another axis: queries and keys lie together
     if q.inner is None or q.inner.dim_cut != HEADS:
         return None

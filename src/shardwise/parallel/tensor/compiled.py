@@ -57,6 +57,7 @@ def compile_block(block: nn.Module, path: str, notices: list[str]) -> None:
     """Make the block's forward run compiled. Weights must read as parts (`install`).
 
     notices  gets a line in the first step where the block turns out to run as it is
+    The first call raises `RefusedPlan` where the compiler fails on what was written down.
     """
     block.forward = _Compiled(block, path, notices)
 
@@ -214,7 +215,7 @@ class _Compiled:
         return program
 
     def _traced(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[_Attribute, torch.Tensor]]:
-        """Returns (the block's output, the tensors that it left in attributes); attributes are as before."""
+        """Returns (output, {attribute: tensor left in it}), attributes put back; `TypeError` if others each time."""
         for _ in range(2):
             with _as_it_was(self.block):
                 for place, name in self._holding():

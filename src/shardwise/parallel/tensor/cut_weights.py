@@ -76,7 +76,7 @@ class TensorParallel:
         return lambda name: self.share(name, value_of(name))
 
     def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
-        """Returns the gathering of the whole tensor from every rank's share of it."""
+        """Returns the gathering of the whole tensor from every rank's share; what is not cut, and None, it leaves."""
         cut = self.cuts.get(name)
         if cut is None or share is None:
             return share

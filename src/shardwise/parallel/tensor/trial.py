@@ -206,6 +206,7 @@ def find_cuts(
     dealt     stacked weights of experts that another axis deals
     sequence  between the pairs, activations will be cut along the sequence
     followed  labels of earlier calls with the same module, batch and dtypes; grows
+    Raises `RefusedPlan` where the module runs whole and not on shares, `InputError` for a pattern that matches nothing.
     """
     followed = {} if followed is None else followed
     elements = {name: param.numel() for name, param in built.module.named_parameters()}

@@ -49,7 +49,7 @@ def first_difference(parity: Parity) -> FirstDifference:
 
 
 def joined(ranks: list[ScriptRecord], *, foreign: bool) -> ScriptRecord:
-    """Returns rank 0's record, with losses averaged over ranks that have their own (`foreign`)."""
+    """Returns rank 0's record; of ranks that have their own (`foreign`) losses are averaged, states joined, in it."""
     first = ranks[0]
     # a plan's ranks have the whole loss already; each rank of a foreign script has its own
     if foreign:

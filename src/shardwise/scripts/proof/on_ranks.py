@@ -67,7 +67,7 @@ class RankSide:
 
 
 def watched(loader: Any, recorder: ScriptRecorder | None) -> ScriptRecorder | None:
-    """Returns the recorder of a loader that is trained on, whose epochs a proof shortens as in one process."""
+    """Returns `recorder`; the loader's epochs are shortened as in one process, where it is not None."""
     if recorder is not None:
         shortened(loader, recorder)
     return recorder

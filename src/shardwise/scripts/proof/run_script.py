@@ -44,7 +44,10 @@ _MAKERS = ("from_numpy", "as_tensor", "frombuffer", "load", "asarray")  # tensor
 
 
 def run_in_proof(asked: ScriptJob) -> ScriptRecord:
-    """Returns what the script did in this process; an error of it is in the record. Collective on ranks."""
+    """Returns what the script did in this process. Collective on ranks.
+
+    An error of the script is in the record of the one process (`plain`), and raised on a rank; ours are raised on both.
+    """
     recorder = ScriptRecorder(asked)
     with ExitStack() as inside:
         # None: --cwd was given, so the script runs in that folder for real

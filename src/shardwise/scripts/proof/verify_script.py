@@ -112,7 +112,9 @@ def verify_script(
     cwd         where the script runs, for real; None: in a scratch folder that looks like the present one
     pool        a `RankPool` to run in; one is made (and closed) where none is given
 
-    Raises `InputError` for a script that fails in one process too, or in which nothing was trained.
+    timeout_s   of each run of the script
+    Raises `InputError` for files that are not there, and for a script that fails in one process too, calls no `prepare`
+    (without `nproc`), or trains nothing.
     """
     asked, runs = _asked(path, arguments, plan, steps, epochs, nproc, cwd, against), _Runs(pool, timeout_s)
     say(f"verify: {asked.path} in one process, in float64")
@@ -337,7 +339,10 @@ def _as_one_process(asked: ScriptJob, one: str | None) -> ScriptJob:
 
 
 def _plan_of(plan: Any, first: ScriptRecord, asked: ScriptJob) -> Plan | None:
-    """Returns the plan to prove: the one asked for, else the script's own; None: the script sets up its ranks."""
+    """Returns the plan to prove: the one asked for, else the script's own; None: the script sets up its ranks.
+
+    Raises `InputError` for a plan of one rank, and for a script that never calls `prepare`.
+    """
     if asked.foreign:
         return None
     plans = [Plan.parse(text) for text in first.plans]
