@@ -261,7 +261,7 @@ def all_to_all(
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> None:
     """Copy the tensor of the axis's `source_index`-th rank to all of them."""
-    if axis.size > 1:
+    if not axis.silent:
         with tagged(tag):
             dist.broadcast(tensor, src=axis.ranks[source_index], group=axis.group)
 
@@ -275,7 +275,7 @@ def gather_rows(row: torch.Tensor, axis: Axis, tag: str = "control") -> torch.Te
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
-    if axis.size > 1:
+    if not axis.silent:
         with tagged("control"):
             dist.barrier(group=axis.group)
 

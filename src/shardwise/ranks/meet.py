@@ -63,8 +63,11 @@ class Address:
 
     @classmethod
     def unpack(cls, word: str) -> Address:
-        """Returns the address that `pack` wrote; `ValueError` or `zlib.error` where this is not one."""
-        hosts, port, token = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
+        """Returns the address that `pack` wrote; `ValueError` where this is not one."""
+        try:
+            hosts, port, token = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
+        except zlib.error as error:
+            raise ValueError(f"'{word}' is no address: {error}") from error
         return cls(tuple(hosts), int(port), str(token))
 
 
@@ -161,7 +164,13 @@ def not_met(place: LaunchedPlace, error: Exception, remedy: str) -> RunError:
 
 def _exchanged(place: LaunchedPlace, until: float, exchange: Callable[[str], str]) -> Any:
     store, address = _listen(place, until) if place.rank == 0 else (None, None)
-    shared = Address.unpack(exchange(address.pack() if address is not None else ""))
+    try:
+        shared = Address.unpack(exchange(address.pack() if address is not None else ""))
+    except ValueError as error:
+        raise RunError(
+            f"rank {place.rank}: the launcher hands on something else than rank 0's address ({error}): start all ranks "
+            "of the job by one launcher, with the same shardwise"
+        ) from error
     return store if store is not None else _connect_until(shared, place, until)
 
 
@@ -277,7 +286,7 @@ def _read(path: Path, place: LaunchedPlace, until: float) -> Any:
         try:
             os.listdir(path.parent)  # a network file system then looks again instead of remembering an absence
             store = _connect(Address.unpack(path.read_text()), until)
-        except (OSError, ValueError, zlib.error):
+        except (OSError, ValueError):
             store = None  # not there yet
         if store is not None:
             _say_hello(place, store)

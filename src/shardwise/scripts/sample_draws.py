@@ -161,9 +161,8 @@ class SampleDraws(TorchFunctionMode):
         self._beside, self._of_batch = beside, of_batch
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
-        self.inside = False
+        self.inside = self._first = False
         self.phases: list[Phase] = []  # of the loop's models
-        self._first = True
         self._dims = BatchDims()  # of draws that the look at the model has seen
         self._op = ""  # under way
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
@@ -228,12 +227,6 @@ class SampleDraws(TorchFunctionMode):
         draws = not _is_off(func, _named_arguments(func, args, kwargs))
         self.seen |= draws
         self.follows_all |= draws and not self._follows
-        # all draw one process's numbers; positions may be cut
-        if self.alike:
-            with draws_of_one_process():
-                output = func(*args, **kwargs)
-            self._stands = generators(current_device()) if self.inside else self._stands
-            return output
         if self.whole and not self.inside and not _in_backward():  # drawn for whole batches, as in one process
             return func(*args, **kwargs)
         # outside of the model, what is drawn follows its shape alone; inside, generators are watched too
@@ -279,6 +272,10 @@ class SampleDraws(TorchFunctionMode):
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         """Returns what a random operation draws: this rank's rows of one process's, or all. Raises `RefusedPlan`."""
+        # all draw one process's numbers; positions may be cut
+        if self.alike:
+            with draws_of_one_process():
+                return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         named, self._op = _named_arguments(func, args, kwargs), str(func)
@@ -286,8 +283,7 @@ class SampleDraws(TorchFunctionMode):
         # of another loader's samples, or of no batch at all
         if found_part is None:
             return func(*args, **kwargs)
-        part = found_part
-        rows, total = part.count, part.total
+        rows, total = found_part.count, found_part.total
         if rows == total:  # positions alone are cut
             with draws_of_one_process():
                 return func(*args, **kwargs)
@@ -297,7 +293,7 @@ class SampleDraws(TorchFunctionMode):
         # dropout of 0: nothing is drawn
         if _is_off(func, named):
             return func(*args, **kwargs)
-        return self._drawn_for_all(func, args, kwargs, part, sized)
+        return self._drawn_for_all(func, args, kwargs, found_part, sized)
 
     def _drawn_for_all(self, func: Any, args: tuple, kwargs: dict, part: Share, sized: set[str]) -> Any:
         """Returns this rank's rows of what an operation draws for all samples; `RefusedPlan` if these are not told."""
