@@ -89,7 +89,7 @@ def common(function: Callable) -> Callable:
 
 
 def with_adapters(target: str, overrides: tuple[str, ...], command: str) -> Any:
-    """Returns the named task, with adapters in its model where keys of [lora] are set; of a task no others are read."""
+    """Returns the named task, an `AdaptedTask` where keys of [lora] are set; a `UsageError` of `command` for others."""
     if not overrides:
         return target
     from shardwise.config import load

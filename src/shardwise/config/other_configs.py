@@ -48,7 +48,7 @@ class Translation:
     told: list[tuple[str, str]] = field(default_factory=list)
 
     def finished(self) -> Plan:
-        """Returns the plan; `InputError` where the number of ranks is told nowhere, or does not divide."""
+        """Returns the plan, and completes `settings`; `InputError` where ranks are told nowhere, or do not divide."""
         if self.ranks is None:
             raise InputError("the file does not say how many ranks there are: give --ranks")
         others = 1
@@ -325,7 +325,10 @@ GROUPS = {  # of keys without a row of their own, by how they begin
 
 
 def read(path: Path, ranks: int | None = None) -> Translation:
-    """Returns the translation of a file; `InputError` where it is none of DeepSpeed's or Accelerate's."""
+    """Returns the translation of a file; `InputError` where it is none of DeepSpeed's or Accelerate's.
+
+    ranks  of the run, whatever the file says; None: as it says
+    """
     made = Translation(ranks)
     values = _parsed(path)
     if not any(key in ROWS or key.startswith(tuple(GROUPS)) for key, _ in _flat(values)):

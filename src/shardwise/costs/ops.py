@@ -22,7 +22,7 @@ PASSES = {"native_batch_norm": 3 / 2, "native_batch_norm_backward": 5 / 3}
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    """Returns the seconds of one op of a trace, an `Entry`; `times`: the batch of a batched product."""
+    """Returns the seconds of one op of a trace, an `Entry`; `times`: a product's batch or a recurrence's steps."""
     if kind in SECONDS:
         group, alone = SECONDS[kind]
         return kernels.factor(group) * alone(shape, times, kernels, software)

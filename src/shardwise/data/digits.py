@@ -40,7 +40,7 @@ class DigitsSource:
 
 
 def digits_split(held_out: float = 0.2) -> tuple[DigitsSource, DigitsSource]:
-    """Returns (train, held out): the same samples every time."""
+    """Returns (train, held out), a share, the same samples every time; `InputError` where a side would be empty."""
     count = len(_load()[1])
     held_rows = round(count * held_out)
     if not 0 < held_rows < count:

@@ -52,6 +52,9 @@ class FieldSource:
     missing     "refuse", or "mask": 0 in their place, and "inputs_valid", "targets_valid" in the batch
     gaps        "refuse", or "skip": pairs over a gap in time are left out
     statistics  the file of means and deviations; FILE.statistics.json beside the first file where not given
+    time        the name of fields' first dim, and of its coordinate
+
+    Raises `InputError` for files that lack or contradict any of it; a read, for values missing under "refuse".
     """
 
     def __init__(

@@ -47,6 +47,8 @@ class JsonlSource:
     pad        token that fills a row up; its label is -100
     pack       several documents in a row; False: one
     template   a `ChatTemplate`, for lines of messages; None: their texts one after another
+
+    Raises `InputError`, with file and line, for a record that cannot be read, or of which nothing is learned.
     """
 
     def __init__(

@@ -44,7 +44,10 @@ class Tokenizer:
 
 
 def read_tokenizer(spec: Any) -> Tokenizer:
-    """Returns the tokenizer in a folder or file, of an object with `encode`, or of a function; None: UTF-8 bytes."""
+    """Returns the tokenizer in a folder or file, of an object with `encode`, or of a function; None: UTF-8 bytes.
+
+    Raises `InputError` for anything else, and a file that is missing or unreadable.
+    """
     if spec is None:
         return Tokenizer(lambda text: list(text.encode()), _from_bytes, None, BYTES, "bytes")
     if isinstance(spec, str | Path):

@@ -63,7 +63,7 @@ class TokenSource:
         return part
 
     def split(self, held_out: float = 0.05) -> tuple[TokenSource, TokenSource]:
-        """Returns (train, held out): the windows at the end are held out, at least one."""
+        """Returns (train, held out), a share of windows at the end, at least one; `InputError` for too few."""
         if not 0 < held_out < 1:
             raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
         held_windows = max(1, round(len(self) * held_out))

@@ -48,7 +48,7 @@ def decoder_by_name(name: str) -> Shape:
 
 
 def read_file(path: str) -> tuple[dict[str, Any], Path]:
-    """Returns the keys of a transformers `config.json` (the file, or the folder that holds it), and the file."""
+    """Returns (the keys of a transformers `config.json`, given by file or folder; the file). Raises `InputError`."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def read_file(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def decoder_from_config(path: str) -> Shape:
-    """Returns the shape that a transformers `config.json` (the file, or the folder that holds it) describes."""
+    """Returns the shape that a `config.json` (the file, or its folder) describes; raises as `shape_of_config`."""
     config, file = read_file(path)
     return shape_of_config(config, str(file))
 

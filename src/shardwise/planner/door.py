@@ -64,6 +64,8 @@ def subject_of(
     say   is told what is being traced
     randomness  as in `parallelize`: of dropout in a module that is traced
     channels_last  the layout of a configured model's images: by default on accelerators
+
+    Raises `InputError` for arguments that the task lacks or does not take, `RefusedPlan` where it has no forecast.
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
@@ -305,7 +307,10 @@ def simulate(
     randomness: Randomness = "global",
     channels_last: bool | None = None,
 ) -> Forecast:
-    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure."""
+    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure.
+
+    Arguments are those of `plan`. Raises `RefusedPlan` for a plan that cannot run, `InputError` for too few devices.
+    """
     where = Cluster.parse(cluster)
     parsed = plan_for(task, plan, where.device)
     check_plan(parsed, where)

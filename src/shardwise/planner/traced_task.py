@@ -155,7 +155,7 @@ class Traced:
 
     @cached_property
     def first(self) -> StepTrace:
-        """Returns the trace of the smaller of the two micro-batches, without recompute."""
+        """Returns the trace of the smaller of the two micro-batches, without recompute; may raise `InputError`."""
         began = process_time()
         try:
             smaller = self._trace(self.samples[0], PLAIN, 0)
@@ -183,9 +183,9 @@ class Traced:
         return first.balanced or (first.chose and self.analysis.holds_experts)
 
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
-        """Returns the `Model` of the uncut module: two traces, between which `micro` samples are interpolated.
+        """Returns the uncut module's `Model`: two traces, between which `micro` lies; may raise `InputError`.
 
-        blocks  what its blocks do for memory, or how they recompute alone
+        blocks  what they do for memory, or how they recompute alone; `micro` is traced itself where the two's ops differ
         """
         blocks = BlockMemory(blocks) if isinstance(blocks, str) else blocks
         joined = self.joined(blocks.recompute, data_ranks)
@@ -371,7 +371,7 @@ class Traced:
         refuse_optimizer(self.nature, layout.sharded, layout.tp, layout.ep, layout.pp)
 
     def weights_alone(self, layout: Layout) -> float:
-        """Returns the bytes of weights on a rank, at least, where they alone are more than its device has; else 0."""
+        """Returns the bytes of weights on a rank, at least, if more than its device has; 0 if not, or offloaded."""
         if placements(layout.offload, "parameters"):
             return 0.0
         ranks = layout.tp * layout.pp * layout.ep * (layout.shard_ranks if layout.sharded.weights else 1)
@@ -406,7 +406,7 @@ class Traced:
         return [memory(rank, layout, self.precision, batch) for rank in ranks]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
-        """Returns the forecast of one optimizer step of `batch` samples under a layout."""
+        """Returns the forecast of one optimizer step of `batch` samples under a layout; raises `RefusedPlan`."""
         self._refuse(layout)
         soft = as_planned(self.software, layout)
         ledgers, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)

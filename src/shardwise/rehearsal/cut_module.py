@@ -238,7 +238,7 @@ class TaskAnalysis:
         return few_samples(self.task, Plan(), Axis.alone("data"), torch.device("cpu"))
 
     def derived(self, plan: Plan) -> Derived | None:
-        """Returns the cuts of tp, None without tp."""
+        """Returns the cuts of tp, None without tp; `RefusedPlan` as in a run."""
         if plan.tp == 1:
             return None
         dealt = names_of(self.stacks(plan))
@@ -278,7 +278,7 @@ class TaskAnalysis:
         return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.dtype_of)
 
     def stacks(self, plan: Plan) -> list[Stack]:
-        """Returns the modules whose experts ep deals."""
+        """Returns the modules whose experts ep deals; [] without ep, `RefusedPlan` as in a run."""
         if plan.ep == 1:
             return []
         return once(self._stacks, (plan.ep, plan.precision), lambda: look_for_experts(

@@ -63,7 +63,7 @@ from shardwise.trace.outside_reads import ArgumentWrites
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
-    """Returns the module with fake tensors in the plan's dtypes."""
+    """Returns the module with fake tensors in the plan's dtypes; `InputError` where it cannot be made so."""
     model = checked(_built(task, fake))
     outside = [tensor for _, tensor in named_tensors(model) if not (tensor.is_meta or isinstance(tensor, FakeTensor))]
     # weights that lay in memory before: a copy of the module, of whose tensors the structure alone is kept

@@ -254,7 +254,10 @@ class Keeper:
     # --- after each step
 
     def after(self, step: int, first_loss: float | None) -> bool:
-        """Save when it is time; returns whether the run is to stop after this step. Collective."""
+        """Save when it is time; returns whether the run is to stop after this step. Collective.
+
+        Raises `ReplicasDiffer` where ranks differ in what they hold alike, `RunError` at a second failed save in a row.
+        """
         done = step + 1
         # without train.check_replicas, ranks compare what they hold alike after steps 1, 2, 4, ... and the last
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
@@ -356,7 +359,10 @@ class Keeper:
         self.engine.notices.append(f"{error}{GOES_ON}")
 
     def end(self, first_loss: float | None, weights: Path) -> None:
-        """Writes a last checkpoint, where there were others; called once the weights are written. Collective."""
+        """Writes a last checkpoint, where there were others; called once the weights are written. Collective.
+
+        A save that fails is told by a notice alone; raises `ReplicasDiffer` as `after` does.
+        """
         if self.first >= self.job.steps:
             return  # an attempt before has made it
         self._weights = weights

@@ -55,7 +55,7 @@ def _progress(step: int, length: int) -> float:
 
 
 def make_schedule(section: ScheduleSection, total: int) -> Schedule:
-    """Returns the schedule (step -> factor) of a `[schedule]` section for a run of `total` steps."""
+    """Returns the schedule (step -> factor) of a `[schedule]` section; `InputError` if `total` steps are too few."""
     warmup, final = section.warmup_steps, section.final_factor
     # the warm-up of a short run would never end, so the rate would never be reached
     if warmup >= total:

@@ -86,6 +86,8 @@ def train(
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end it after the step under way: the state is saved, and `Stopped` says where.
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
+
+    Raises `InputError` for what cannot be meant, `RefusedPlan` for a plan that does not run, `RunError` where it fails.
     """
     task_or_function = task if not isinstance(task, str) else None
     values = [*_from_config(config), Given("task.name", _name_of(task), "the task")]
