@@ -47,7 +47,7 @@ def take(index: int) -> torch.device:
 
 
 def pick_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
-    """Returns a rank's device: as requested, else the accelerator of its local rank, else the CPU.
+    """Returns a rank's device, taken: as requested (`InputError` without one), else its local rank's, else the CPU.
 
     local_rank  None where the device was taken already, or this process is alone
     """
@@ -247,7 +247,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast_states() -> tuple[bool, ...]:
-    """Whether autocast is on for the CPU, and for the accelerator where there is one."""
+    """Returns whether autocast is on: (for the CPU,), or (for the CPU, for the accelerator) where there is one."""
     kinds = ["cpu", *([kind.type] if (kind := accelerator()) is not None else [])]
     return tuple(torch.is_autocast_enabled(kind) for kind in kinds)
 

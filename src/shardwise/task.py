@@ -135,7 +135,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Task:
-    """Model, data, loss and optimizer, in ordinary PyTorch, which runs unmodified under every plan.
+    """Model, data, loss and optimizer, in ordinary PyTorch, run unmodified under every plan; `InputError` for a misfit.
 
     model      builds the module; also called with large tensors deferred, so it should not read their values
     loss       (output, batch) -> (sum, weight) or (sum, weight, {name: extra}); an extra is a sum that shares

@@ -185,7 +185,7 @@ class Traced:
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
         """Returns the uncut module's `Model`: two traces, between which `micro` lies; may raise `InputError`.
 
-        blocks  what they do for memory, or how they recompute alone; `micro` is traced itself where the two's ops differ
+        blocks  what they do for memory, or how they recompute alone; `micro` itself is traced where the two's ops vary
         """
         blocks = BlockMemory(blocks) if isinstance(blocks, str) else blocks
         joined = self.joined(blocks.recompute, data_ranks)
