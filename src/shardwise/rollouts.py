@@ -41,7 +41,7 @@ class _Steps:
     asked: Mapping[str, Any]  # as it was called: a proof begins with these
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """Returns K, the number of steps in a batch."""
+        """Returns K, the number of steps in a batch; `InputError` where its fields or the weights do not fit."""
         # a batch without these fields belongs to another task: the message lists what it has
         missing = [name for name in (self.state, self.targets, *self.forcings) if name not in batch]
         if missing:

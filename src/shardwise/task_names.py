@@ -84,7 +84,7 @@ class AdaptedTask:
 
 
 def _of_module(name: str) -> Task:
-    """Returns the task named "module:name" or "file.py:name"."""
+    """Returns the task named "module:name" or "file.py:name"; raises as `resolve_task` does."""
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute or module_name.endswith((".ipynb", ":")):
         raise InputError(f"task {name!r}: {which_task(name)}")

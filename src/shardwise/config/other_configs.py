@@ -73,7 +73,7 @@ class Translation:
         return Plan.from_dict(values | {"accumulate": self.plan.get("accumulate", max(1, whole // at_once))})
 
     def _data_ranks(self, data: int) -> dict[str, Any]:
-        """Returns the plan's keys for `data` ranks that share samples, sharded as the file says."""
+        """Returns the plan's keys for `data` ranks, sharded as the file says; `InputError` if that does not divide."""
         if self.sharding == 0 or data == 1:
             return {"dp_replicate": data}
         shard = self.hybrid or data
@@ -370,7 +370,7 @@ def _unsaid(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _translated(made: Translation, key: str, value: Any) -> str:
-    """Take one key of the file over into `made`; returns the sentence on what it came to."""
+    """Take one key of the file over into `made`; returns a sentence on what came of it; `InputError` if wrong."""
     if value == "auto":
         return AUTO
     if value is None:

@@ -176,7 +176,7 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
 
 
 def _value(text: str) -> Any:
-    """Returns the value of a text read as TOML; the text itself for a bare word or a date."""
+    """Returns the value of a text read as TOML; the text itself for a bare word or a date; `ValueError` if broken."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

@@ -59,7 +59,7 @@ def duration(text: str, what: str) -> float:
 
 
 def tokens(text: str, what: str) -> float:
-    """Returns the tokens of `300B`, `15T` or `5e9`; k, M, B and T are powers of 1000, as training sets are counted."""
+    """Returns the tokens of `300B`, `15T` or `5e9`, with powers of 1000; others: `InputError` that names `what`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
     if not match or float(match[1]) <= 0:
         raise InputError(f"{what}: expected a number of tokens such as 300B or 15T, got {text!r}")

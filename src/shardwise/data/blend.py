@@ -82,7 +82,7 @@ class Blend:
 
 
 def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
-    """Returns the batches of several sources joined into one, each row at its place."""
+    """Returns several sources' batches joined, each row at its place; `InputError` where fields or dtypes differ."""
     # one source has its rows in order already
     if len(batches) == 1:
         return batches[0]

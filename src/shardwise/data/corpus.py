@@ -191,7 +191,7 @@ def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: in
 
 
 def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
-    """Yields the contents of .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
+    """Yields contents of .py files below `root`, ordered by a hash, up to `limit` bytes; `InputError` for none."""
     files = []
     for folder, subfolders, names in os.walk(root):
         # in place, so that os.walk does not go into them
@@ -210,7 +210,7 @@ def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
 
 
 def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
-    """Yields the bytes of files and texts, one after another."""
+    """Yields the bytes of files and texts, one after another; `InputError` for what is no path and no bytes."""
     for part in parts:
         if isinstance(part, bytes):
             yield part

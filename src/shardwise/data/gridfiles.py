@@ -91,7 +91,7 @@ class GridFiles:
         return self._read(number, name, variable, (slice(None),) * len(variable.dims))
 
     def _read(self, number: int, name: str, variable: FileVariable, index: tuple) -> np.ndarray:
-        """Returns `variable[index]` of a file as float64, NaN where values are missing."""
+        """Returns `variable[index]` of a file as float64, NaN where values are missing; `InputError` if it fails."""
         with _READING:
             opened = self._opened(self.files[number])
             try:

@@ -92,7 +92,7 @@ def predict_to(
 
 @torch.no_grad()
 def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> torch.Tensor:
-    """Returns this rank's part of the output for a batch, its sums taken, 16-bit floats as float32."""
+    """Returns this rank's part of the output, sums taken, 16-bit floats as float32; `InputError` for no tensor."""
     forward = engine.state.forward
     output = forward.output(forward.to_device(batch))
     output = output if select is None else select(output)

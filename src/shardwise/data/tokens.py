@@ -55,7 +55,7 @@ class TokenSource:
         return self.span[1] - self.span[0]
 
     def over(self, start: int, stop: int) -> TokenSource:
-        """Returns the windows [start, stop) of this source, as a source."""
+        """Returns the windows [start, stop) of this source, as a source; `InputError` beyond its ends."""
         if not 0 <= start < stop <= len(self):
             raise InputError(f"windows [{start}, {stop}) do not lie in a source of {len(self)}")
         part = copy(self)
@@ -107,7 +107,7 @@ class TokenSource:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """Returns a file's tokens, mapped, (N,) of an integer dtype: a .npy file's own, `dtype` of a raw one."""
+    """Returns a file's tokens, mapped, (N,), in a .npy file's own integer dtype, else `dtype`; or `InputError`."""
     try:
         # .npy says its dtype itself; a raw file has none, so its length must at least fit
         if path.suffix == ".npy":

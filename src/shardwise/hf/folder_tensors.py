@@ -45,7 +45,7 @@ class Checkpoint:
         return name in self.files
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns one whole tensor on the CPU, in `dtype` or as the file has it.
+        """Returns one whole tensor on the CPU, in `dtype` or as the file has it; `InputError` where it cannot be read.
 
         By plain reads of some MB each: pages of a mapped file would stay in this process's resident set, and a tensor
         that is converted as a whole would be there twice.

@@ -119,7 +119,7 @@ class _Where:
             raise InputError(f"--channels-last is for the images of a configuration, not for {what}: leave it out")
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
-        """Returns the subject of a decoder that is forecast from its numbers alone."""
+        """Returns the subject of a decoder by its numbers; `InputError` with randomness, without samples or length."""
         self.refuse_layout(name)
         if self.randomness != "global":
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
@@ -131,7 +131,7 @@ class _Where:
     def traced(
         self, task: Task, samples: int | None, remarks: tuple[str, ...] = (), layers: AlikeLayers | None = None
     ) -> Subject:
-        """Returns the subject of a task whose module is traced; `layers`: alike ones, of which few are traced."""
+        """Returns the subject of a task, traced (fp8: `InputError`); `layers`: alike ones, of which few are traced."""
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:
@@ -155,7 +155,7 @@ class _Where:
         )  # fmt: skip
 
     def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
-        """Returns a configuration's subject: by its numbers where they describe transformers' model, else traced."""
+        """Returns a configuration's subject, by its numbers or else traced; `InputError` where neither can be."""
         named = decoders.read_file(path)[0].get("model_type")
         try:
             shape = decoders.decoder_from_config(path)
@@ -178,7 +178,7 @@ class _Where:
         return replace(self.by_numbers(path, shape, samples, length), remarks=(*self.remarks, *remarks))
 
     def adapted(self, named: str, lora: LoraSection, samples: int | None, length: int | None) -> Subject:
-        """Returns the subject of a model without data, with adapters: its modules are built and traced."""
+        """Returns the subject of a model without data, with adapters, traced; needs transformers, else `InputError`."""
         if find_spec("transformers") is None:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
@@ -197,7 +197,7 @@ class _Where:
         self, name: str, keys: dict[str, Any], samples: int | None, length: int | None,
         lora: LoraSection | None = None,
     ) -> Subject:  # fmt: skip
-        """Returns the subject of a packaged model that is no decoder: built by transformers, and traced."""
+        """Returns the subject of a packaged model that is no decoder, traced; `InputError` without transformers."""
         if find_spec("transformers") is None:
             raise InputError(f"{name} is built by transformers: pip install 'shardwise[hf]'")
         from transformers import AutoConfig
@@ -208,7 +208,7 @@ class _Where:
         self, path: str, samples: int | None, length: int | None, *remarks: str, lora: LoraSection | None = None,
         config: Any = None,
     ) -> Subject:  # fmt: skip
-        """Returns the subject of transformers' model, traced on the first made-up sample that it accepts."""
+        """Returns the subject of transformers' model, traced on the first made-up sample it takes, or `InputError`."""
         from shardwise.planner.alike_layers import AlikeLayers, alike_layers, with_layers
         from shardwise.planner.configured_task import configured
 

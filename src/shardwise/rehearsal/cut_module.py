@@ -316,7 +316,7 @@ class CutRehearsal:
         self.sent_by_stage: dict[tuple[Place, int, int], dict[int, MessageSpec]] = {}
 
     def _cut(self) -> StagePlacement:
-        """Returns the stages of the module's forward, as the first rank of the pipeline sees them."""
+        """Returns the forward's stages, as the pipeline's first rank sees them; `RefusedPlan` if it takes gradients."""
         built, precision = self.looks.built, Precision.of(self.plan)
         blocks = blocks_of(built.module, self.plan.wrap, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]

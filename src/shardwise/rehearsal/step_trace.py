@@ -101,7 +101,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 
 
 def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
-    """Returns the module without weights, as far as its constructor allows.
+    """Returns the module without weights, as far as its constructor allows; `InputError` where it fails anyway.
 
     A constructor may read values of tensors that it puts on the CPU itself, whatever the default device is.
     """

@@ -163,7 +163,7 @@ def _chosen(effective: Effective, key: str) -> bool:
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:
-    """Returns how many samples a global batch has, by the configuration or the task's own batch."""
+    """Returns the samples of a global batch, by the configuration or the task's own; `InputError` for an empty one."""
     train = effective.config.train
     if task.batch is not None:
         from shardwise.step.batching import samples_in

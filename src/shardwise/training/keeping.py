@@ -144,7 +144,7 @@ class Keeper:
         return self.first
 
     def _resume(self, source: Path) -> None:
-        """Load a checkpoint and go on behind it: weights, data position, best weights; notices of what differs now."""
+        """Load a checkpoint, go on behind it: weights, data, best; tell what differs; `InputError` at the last step."""
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
@@ -213,7 +213,7 @@ class Keeper:
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
-        """Load weights alone from a checkpoint, safetensors or adapters (`train.init_from`), and tell what fits."""
+        """Load weights alone from a checkpoint, safetensors or adapters; tell what fits; `InputError` for a misfit."""
         renames = self.job.effective.config.train.init_rename
         if (adapters := adapters_at(source)) is not None:
             refuse_other_adapters(adapters, self.engine.module)
