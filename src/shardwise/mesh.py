@@ -158,7 +158,7 @@ def _alone(device: torch.device) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, .
 def _rows(
     mesh: DeviceMesh, replicate: Axis, shard: Axis, gradients: Axis, inner: tuple[Axis, ...]
 ) -> DeviceMesh | None:
-    """Returns the device mesh (dp_replicate, dp_shard) that FSDP2 takes; `shard` includes the inner axes."""
+    """Returns FSDP2's device mesh (dp_replicate, dp_shard), `shard` with the inner axes; None for a single rank."""
     if gradients.size == 1:
         return None
     if not inner:

@@ -84,6 +84,7 @@ def command_trainer(
     """Returns a `ray.train.torch.TorchTrainer` whose workers each run the command as one rank.
 
     workers    how many; (least, most) for a run that goes on with fewer (train.min_ranks)
+    gpus       each worker asks for one, and for `cpus`
     folder     of Ray's own results; what is trained lies where the command says
     variables  of the ranks' environment; `passed`: names whose values are those of this process, else `InputError`
     failures   starts of the group after an error; those after a node that was taken away are not counted

@@ -27,7 +27,7 @@ class Number(click.FloatRange):
 
 
 def output_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Returns the path of a file to write; `InputError`, before any work, where it cannot be, or is another's file."""
+    """Returns the path of a file to write, None as it is; `InputError`, before any work, where it cannot be written."""
     if path is None:
         return None
     path = os.path.expanduser(path)

@@ -63,7 +63,7 @@ PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8  # each of what is left then
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
-    """Returns the median seconds of a call: what a step takes as a rule, not the best of all."""
+    """Returns the median seconds of a call, of 3 or more within `budget_s`: what it takes as a rule, not the best."""
     call()
     synchronize(device)
     times: list[float] = []

@@ -149,7 +149,7 @@ def pace_beside(
 
 
 def over_ranks(value: float, device: torch.device | None = None) -> float:
-    """Returns the mean of `value` over ranks, the same on each of them. Collective."""
+    """Returns the mean of `value` over ranks, by tensors on `device` (None: the CPU), alike on all. Collective."""
     if not dist.is_initialized():
         return value
     row = torch.tensor([value], dtype=torch.float64, device=device)

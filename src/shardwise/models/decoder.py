@@ -159,7 +159,7 @@ def generate(
 ) -> Tensor:
     """Returns `tokens` (B, S) and `length` more, each from one full forward pass; temperature 0 takes the likeliest.
 
-    Past the context, the model sees the last `context` tokens. Dropout is off meanwhile.
+    Past the context, the model sees the last `context` tokens. Dropout is off meanwhile. `generator` None: torch's own.
     """
     was_training = model.training
     model.eval()

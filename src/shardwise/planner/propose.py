@@ -67,7 +67,7 @@ def search(
 
     An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.
 
-    show  is given the best few so far, and of how many, once while the search goes on
+    show  is given the best few so far, and of how many, once while the search goes on; `constraints` None: none
     """
     began = time.monotonic()
     constraints = constraints or Constraints()

@@ -67,7 +67,10 @@ MessageSpec = list[TensorSpec]  # of the tensors of a message
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
-    """Returns the axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
+    """Returns the axes that cut positions, outermost first, of the rank at `place` (by default the first).
+
+    ledger  what their collectives are counted in; `gloo`: ranks are on hosts, whose messages are copied
+    """
     places = dict(enumerate(place))
     axes = [
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
@@ -249,7 +252,7 @@ class TaskAnalysis:
         ))  # fmt: skip
 
     def positions(self, plan: Plan) -> Positions | None:
-        """Returns which dims of the batch are cut, into tiles or shares of a sequence; `RefusedPlan` as in a run."""
+        """Returns which dims of the batch are cut into tiles or shares; None without; `RefusedPlan` as in a run."""
         if plan.cut_positions == 1:
             return None
         dealt = {"dp_shard": plan.dp_shard, "ep": plan.ep} if plan.ep > 1 else {}

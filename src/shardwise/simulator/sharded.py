@@ -85,7 +85,7 @@ def play_units(
 ) -> None:  # fmt: skip
     """Appends a pass through units to `ops`: weights are gathered one unit ahead, gradients scattered behind.
 
-    compute, gathers, scatters  seconds of each unit; `scatters` is [] in a forward
+    compute, gathers, scatters  seconds of each unit; `scatters` is [] in a forward; `stream` takes the messages
     """
     before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
     computed: list[int] = []

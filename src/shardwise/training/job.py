@@ -87,7 +87,8 @@ def _without_adapters(effective: Effective, passed: Task | Callable[[], Task] | 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
     """Returns the `Job` of a run; raises `InputError` where the configuration does not fit the task.
 
-    keep   the ranks run in this process, so the task that was built here is theirs
+    passed  the task, where it is not the one that the configuration names
+    keep    the ranks run in this process, so the task that was built here is theirs
     """
     plain = _without_adapters(effective, passed)
     task = with_lora(plain, effective.config.lora)

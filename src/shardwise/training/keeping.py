@@ -178,7 +178,7 @@ class Keeper:
             self._set_aside(restored)
 
     def _best_of(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the checkpoint's record of the best weights where their file is still of that step. Collective.
+        """Returns the checkpoint's record of best weights; None unless their file is still of that step. Collective.
 
         One of another step was written after the checkpoint: that step is taken again, and the file is renamed, as is
         one that cannot be read.

@@ -240,7 +240,7 @@ def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
 
 
 def source_of(home: Path, resume: str | None, ahead: set[tuple[str, int]]) -> str | None:
-    """Returns the place from which a later attempt resumes: the run's own checkpoints, once it has written one.
+    """Returns where a later attempt resumes: the run's own checkpoints, once it has written one; None: from the start.
 
     resume  the place from which the first attempt began, used until checkpoints `ahead` of it are set aside
     """

@@ -130,6 +130,7 @@ def execute(
 ) -> Run:
     """Run a configuration: in this process for one rank, in processes of its own for more, or as a launcher's rank.
 
+    task     in place of the one that the configuration names; nproc: ranks that are there, None: as the plan has
     resume   see `train`. Raises `Stopped` where a signal asked the run to stop.
     """
     place = here()
