@@ -261,7 +261,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
 
 
 def layout_of(plan: Plan, subject: Subject) -> Layout:
-    """Returns the plan's layout for the subject's global batch; dealt unevenly only for a task of one's own."""
+    """Returns the plan's layout for the subject's batch, dealt unevenly for an own task alone; raises as `of_plan`."""
     return of_plan(plan, global_batch=subject.global_batch, seq=subject.seq, uneven=subject.own)
 
 

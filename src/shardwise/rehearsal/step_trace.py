@@ -138,7 +138,7 @@ def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def one_sample(task: Task) -> Any:
-    """Returns a batch of one sample from the task's own data."""
+    """Returns a batch of one sample from the task's own data; `InputError` where it cannot be read."""
     if task.batch is None:
         check_data(task)
         return read_samples(task, [0])
@@ -316,7 +316,7 @@ def in_run_dtype(batch: Any, precision: Precision) -> Any:
 
 
 def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) of the module for a batch, in the module's dtype."""
+    """Returns (args, kwargs) of the module for a batch, in its dtype; `InputError` where Task.inputs gives others."""
     args, kwargs = call_arguments(task, batch)
     return precision.cast_inputs((args, kwargs)) if precision.compute != torch.float32 else (args, kwargs)
 

@@ -61,7 +61,7 @@ class Job:
         )
 
     def build_task(self) -> Task:
-        """Returns the task with the optimizer that the configuration asks for."""
+        """Returns the task with the optimizer that the configuration asks for; raises as `resolve_task` does."""
         task = find_task(self.effective, self.task)
         if self.lr is not None:
             task = task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))

@@ -334,7 +334,7 @@ def _beside_others(job: Job) -> dict[str, Any]:
 
 
 def _placed_in_turn(job: Job, resume: str | None) -> Job:
-    """As `_placed`; where a launcher started the job again, returns the first attempt's folder and its checkpoint."""
+    """Returns the job as `_placed`; where a launcher started it again, with the first attempt's folder, checkpoint."""
     before = remembered(RUN)
     if before is not None and Path(json.loads(before)["folder"]).is_dir():
         first_run = json.loads(before)
