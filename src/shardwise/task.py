@@ -135,7 +135,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Task:
-    """Model, data, loss and optimizer, in ordinary PyTorch, run unmodified under every plan; `InputError` for a misfit.
+    """Model, data, loss and optimizer, in ordinary PyTorch, which runs unmodified under every plan.
 
     model      builds the module; also called with large tensors deferred, so it should not read their values
     loss       (output, batch) -> (sum, weight) or (sum, weight, {name: extra}); an extra is a sum that shares
@@ -158,6 +158,8 @@ class Task:
     branches   "same": every rank must use the same parameters in a micro-batch, and one that does not is named.
                "per_sample": which parameters are used is decided sample by sample (routed experts), so ranks may
                differ and the sum is still that of one process
+
+    Raises `InputError` for a field that is missing or of another kind, and for fields that contradict each other.
     """
 
     model: Callable[[], nn.Module]

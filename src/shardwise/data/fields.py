@@ -323,7 +323,7 @@ def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
 
 
 def _days(values: np.ndarray, attributes: dict[str, Any], origin: Any) -> tuple[np.ndarray, Any]:
-    """Returns (days since `origin`, None: the first date; origin), plain numbers without dates; or `InputError`."""
+    """Returns (days since `origin`, None: the first date; origin), numbers without dates; may raise `InputError`."""
     units, calendar = str(attributes.get("units", "")), str(attributes.get("calendar", "standard"))
     if " since " not in units:
         return values.astype(np.float64), origin

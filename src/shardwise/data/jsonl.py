@@ -194,7 +194,7 @@ def _conversation(where: str, line: dict[str, Any]) -> tuple[list[Any], int] | N
 
 
 def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a line gives the chat template: tools (may be JSON text), options by name; or `InputError`."""
+    """Returns what a line gives the chat template: tools (or their JSON), options; `InputError` for other types."""
     tools, more = line.get("tools"), line.get("chat_template_kwargs") or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -206,7 +206,7 @@ def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(where: str, line: dict[str, Any], conversation: tuple[list[Any], int] | None) -> list[tuple[str, bool]]:
-    """Returns (text, whether it is trained on) pairs, or `InputError`; `conversation`: (turns, how many are prompt)."""
+    """Returns (text, whether it is trained on) pairs; `InputError` for other keys; `conversation`: (turns, prompts)."""
     if conversation is not None:
         turns = [turn if isinstance(turn, dict) else {} for turn in conversation[0]]
         pieces = [

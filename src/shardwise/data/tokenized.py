@@ -54,7 +54,7 @@ def _name(files: list[Path], tokenizer: Tokenizer) -> str:
 
 
 def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
-    """Write text files' tokens, with end tokens, as a .npy vector of the narrowest unsigned dtype; or `InputError`."""
+    """Write text files' tokens, with end tokens, as .npy of the narrowest unsigned dtype; `InputError` for no text."""
     assert tokenizer.vocab is not None  # known of folders and of bytes
     dtype = np.dtype(np.uint8 if tokenizer.vocab <= 2**8 else np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
     end = [] if tokenizer.end is None else [tokenizer.end]

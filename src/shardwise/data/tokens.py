@@ -107,7 +107,7 @@ class TokenSource:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """Returns a file's tokens, mapped, (N,), in a .npy file's own integer dtype, else `dtype`; or `InputError`."""
+    """Returns a file's tokens, mapped, (N,) in .npy's own integer dtype, else `dtype`; `InputError` for others."""
     try:
         # .npy says its dtype itself; a raw file has none, so its length must at least fit
         if path.suffix == ".npy":

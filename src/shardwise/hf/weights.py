@@ -78,7 +78,7 @@ class Weights:
         return ""
 
     def fill_by_names(self, module: nn.Module) -> None:
-        """Write the folder's tensors into a module that is not of transformers, by name; `InputError` for a misfit."""
+        """Write the folder's tensors by name into a module not of transformers; `InputError` where they do not fit."""
         tensors = dict(_tensors(module))
         plain = {name: Recipe(name, ((name, None),), None, {name: self.checkpoint.outline(name).shape})
                  for name in self.checkpoint.files}  # fmt: skip

@@ -103,7 +103,7 @@ def _not_described(where: str, why: str) -> str:
 
 
 def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily, where: str) -> Shape:
-    """Returns a member's shape, else `InputError`. `numbers`: by the keys of `WORDS`, 0 where the file gives none."""
+    """Returns a member's shape; may raise `InputError`. `numbers`: by the keys of `WORDS`, 0 where none is given."""
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
     # the first layers of some mixtures have one plain feed-forward; a model without experts has nothing else

@@ -180,7 +180,7 @@ class _Where:
         return replace(self.by_numbers(path, shape, samples, length), remarks=(*self.remarks, *remarks))
 
     def adapted(self, named: str, lora: LoraSection, samples: int | None, length: int | None) -> Subject:
-        """Returns the subject of a model without data, with adapters, traced; needs transformers, else `InputError`."""
+        """Returns the subject of a model without data, with adapters, traced; `InputError` without transformers."""
         if find_spec("transformers") is None:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
@@ -210,7 +210,7 @@ class _Where:
         self, path: str, samples: int | None, length: int | None, *remarks: str, lora: LoraSection | None = None,
         config: Any = None,
     ) -> Subject:  # fmt: skip
-        """Returns the subject of transformers' model, traced on the first made-up sample it takes, or `InputError`."""
+        """Returns transformers' model's subject, traced on the first made-up sample it takes; `InputError` for none."""
         from shardwise.planner.alike_layers import AlikeLayers, alike_layers, with_layers
         from shardwise.planner.configured_task import configured
 

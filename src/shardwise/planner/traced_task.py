@@ -212,7 +212,7 @@ class Traced:
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
-        """Returns the trace of `count` samples, cached, or `InputError`; extended from few layers if many are alike."""
+        """Returns the trace of `count` samples, cached; may raise `InputError`; of few layers where they are alike."""
 
         def made() -> StepTrace:
             few = self._of_few(lambda few: few._trace(count, blocks, joined), longer_trace)
@@ -296,7 +296,7 @@ class Traced:
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
-        """Returns a `Model` of each rank that differs in these cuts, or `RefusedPlan`; alike layers by two depths."""
+        """Returns a `Model` of each differing rank of these cuts; alike layers by two depths. Raises `RefusedPlan`."""
         if key.pp == 1 and (models := self._of_few(lambda few: few.ranks(key, sizes, beside, place), _longer_rows)):
             self.spent += sum(len(sizes) * few.model("none").small.kernels for few in self.few)
             return cast(list[Model], models)

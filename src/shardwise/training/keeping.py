@@ -213,7 +213,7 @@ class Keeper:
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
-        """Load weights alone from a checkpoint, safetensors or adapters; tell what fits; `InputError` for a misfit."""
+        """Load weights alone from a checkpoint, safetensors or adapters; tell what fits; `InputError` if too little."""
         renames = self.job.effective.config.train.init_rename
         if (adapters := adapters_at(source)) is not None:
             refuse_other_adapters(adapters, self.engine.module)
