@@ -47,7 +47,7 @@ def take(index: int) -> torch.device:
 
 
 def pick_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
-    """Returns a rank's device, taken: as requested (`InputError` without one), else its local rank's, else the CPU.
+    """Returns a rank's device: as requested (`InputError` where there is none), else its local rank's, else the CPU.
 
     local_rank  None where the device was taken already, or this process is alone
     """

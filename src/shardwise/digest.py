@@ -23,7 +23,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def bits_hash(flat: torch.Tensor) -> int:
-    """Returns a 64-bit hash of a flat tensor's bytes, whatever its dtype and device; 0 for none. The host waits."""
+    """Returns a 64-bit hash of a flat tensor's bytes and length, alike on any device; 0 if empty. The host waits."""
     if not flat.numel():
         return 0
     content = flat.contiguous().view(torch.uint8)

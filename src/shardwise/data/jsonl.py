@@ -206,7 +206,7 @@ def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(where: str, line: dict[str, Any], conversation: tuple[list[Any], int] | None) -> list[tuple[str, bool]]:
-    """Returns (text, whether it is trained on) pairs; `InputError` for other keys; `conversation`: (turns, prompts)."""
+    """Returns (text, if it is trained on) pairs; `InputError` for others; `conversation`: (turns, how many: prompt)."""
     if conversation is not None:
         turns = [turn if isinstance(turn, dict) else {} for turn in conversation[0]]
         pieces = [

@@ -278,7 +278,7 @@ def _copy_others(source: Any, folder: Path) -> None:
 
 
 def merge_run(run: Path, source: str | None, target: Path) -> Path:
-    """Write a run's model, its adapters merged, as a folder for `from_pretrained`; returns it; raises `InputError`.
+    """Write a run's model, adapters merged, as a folder for `from_pretrained`; returns it; `InputError` without any.
 
     source   the folder that the adapters were trained on; None: that of the run's task
     """

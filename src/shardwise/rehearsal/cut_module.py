@@ -69,7 +69,7 @@ MessageSpec = list[TensorSpec]  # of the tensors of a message
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
     """Returns the axes that cut positions, outermost first, of the rank at `place` (by default the first).
 
-    ledger  what their collectives are counted in; `gloo`: ranks are on hosts, whose messages are copied
+    ledger  what their collectives are counted in; `gloo`: whether ranks are CPUs, whose messages are copied
     """
     places = dict(enumerate(place))
     axes = [

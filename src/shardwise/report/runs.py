@@ -46,7 +46,7 @@ class RunFiles:
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
     def column(self, name: str) -> list[tuple[float, float]]:
-        """Returns (step, from 1 on, value) of each step's record that has a number under `name`."""
+        """Returns (step counted from 1, value) of each step's record that has a number under `name`."""
         return [(row["step"] + 1, row[name]) for row in self.steps if isinstance(row.get(name), int | float)]
 
 
