@@ -295,7 +295,7 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
-    """Returns the bytes of communication buffers.
+    """Returns the bytes of communication buffers of a stage of `layers`; 0 unless ZeRO shards weights.
 
     Of units: two gathered layers (all, where a forward frees none) and one layer's whole gradients.
     """
