@@ -64,7 +64,6 @@ def subject_of(
     say   is told what is being traced
     randomness  as in `parallelize`: of dropout in a module that is traced
     channels_last  the layout of a configured model's images: by default on accelerators
-
     global_batch, seq  numbers or texts ("16M-tokens", "8k"); None: the task's own, which a name lacks
 
     Raises `InputError` for arguments that the task lacks or does not take, `RefusedPlan` where it has no forecast.

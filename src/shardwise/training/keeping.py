@@ -133,7 +133,7 @@ class Keeper:
     # --- before the first step
 
     def begin(self) -> int:
-        """Loads a checkpoint or weights where the job names one; returns the first step. Collective."""
+        """Loads what the job resumes or starts from, or raises `InputError`; returns the first step. Collective."""
         if self.job.resume is not None:
             self._resume(place(self.job.resume))
         elif self.job.effective.config.train.init_from is not None:
