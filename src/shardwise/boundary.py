@@ -41,13 +41,13 @@ _here = threading.local()  # .mode: the one that is entered on this thread
 
 
 def each(value: Sizes, dims: int) -> list[int]:
-    """Returns a list with one size for each spatial dim; a single number stands for all of them."""
+    """Returns a list with one size for each spatial dim; a number, or a sequence of one, stands for all of them."""
     sizes = [value] if isinstance(value, int) else list(value)
     return sizes * dims if len(sizes) == 1 else sizes
 
 
 def paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) -> tuple[list[int], list[int]]:
-    """Returns (front, behind): the cells that a convolution pads with along each dim."""
+    """Returns (front, behind): cells that a convolution pads with along each dim; `ValueError` for an unknown text."""
     if padding == "valid":
         padding = 0
     # front and back differ by one where the kernel is even, as torch pads
@@ -68,7 +68,10 @@ class Edges:
     kinds: tuple[str, ...]  # of BOUNDARIES, one for each dim
 
     def padded(self, input: torch.Tensor, widths: Mapping[int, tuple[int, int]], dims: int, what: str) -> torch.Tensor:
-        """Returns the tensor padded with (front, behind) cells of the boundary along declared dims; `widths` by dim."""
+        """Returns the input padded by the boundary: `widths` are (front, behind) cells by dim, of the last `dims`.
+
+        Raises `InputError`, with `what` (the operation), for a dim that has too few cells.
+        """
         first = input.dim() - dims
         for d, (front, behind) in widths.items():
             # all dims are checked before the first is padded: the message names the first that is too small
@@ -86,7 +89,7 @@ class Edges:
         return input
 
     def declared(self, dims: int, widths: list[tuple[int, int]], what: str) -> dict[int, tuple[int, int]]:
-        """Returns, by spatial dim, the widths of padded dims whose boundary is not zeros."""
+        """Returns, by spatial dim, widths of padded dims whose boundary is not zeros; `InputError` for too few dims."""
         if dims < len(self.kinds) and any(map(any, widths)):
             raise InputError(
                 f"{what} pads {dims} dim(s), and Task.spatial declares the boundary of {len(self.kinds)}: which of "
@@ -106,7 +109,7 @@ class Edges:
             )
 
     def _turned(self, input: torch.Tensor, dim: int, front: int, behind: int, what: str) -> torch.Tensor:
-        """Returns the input with rows beyond the poles: mirrored, and shifted half way around the periodic dim."""
+        """Returns the input with rows beyond the poles, mirrored and shifted half way around (odd: `InputError`)."""
         around, n = input.dim() - len(self.kinds) + self.kinds.index("periodic"), input.shape[dim]
         name = self.names[self.kinds.index("periodic")]
         if input.shape[around] % 2:
@@ -152,7 +155,7 @@ class _Beyond(TorchFunctionMode):
 
 
 def bounded(model: Callable[[], nn.Module], edges: Sequence[tuple[str, str]]) -> Callable[[], nn.Module]:
-    """Returns a constructor of the same module with this boundary; `edges`: (name, kind) of each dim."""
+    """Returns a constructor of the same module with this boundary, (name, kind) of each dim; with none, as written."""
     model = model.model if isinstance(model, Bounded) else model
     names, kinds = tuple(name for name, _ in edges), tuple(kind for _, kind in edges)
     return Bounded(model, Edges(names, kinds)) if edges else model

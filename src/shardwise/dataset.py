@@ -45,7 +45,7 @@ class Source(Protocol):
 class DatasetSource:
     """Samples of `dataset`, joined into a batch by `collate`; None: torch's `default_collate`.
 
-    pads    a sample may look otherwise beside others (padded to the longest)
+    pads    a sample may look otherwise beside others (padded to the longest); without `collate` none does
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any] | None = None, pads: bool = True) -> None:
@@ -58,7 +58,10 @@ class DatasetSource:
         return len(self.dataset)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
-        """Returns the batch of these samples, joined by `collate` or torch's own; `region` is not used."""
+        """Returns the batch of these samples, joined by `collate` or torch's own; `region` is not used.
+
+        Raises `InputError` for a sample that cannot be read, and for samples that cannot be joined.
+        """
         from torch.utils.data import default_collate
 
         samples = self._fetch(indices)
@@ -141,7 +144,7 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None, pads: 
     pads    what `collate` makes of a sample may hang on those beside it, so ranks read whole batches and keep their
             parts; False: each reads its own samples alone
 
-    Raises `InputError` for what has no samples by index.
+    Raises `InputError` for what has no samples by index, and for tensors that may be samples or columns.
     """
     # a source is one already: its own `read` joins samples
     if isinstance(dataset, Source):

@@ -47,7 +47,7 @@ def take(index: int) -> torch.device:
 
 
 def pick_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
-    """Returns a rank's device: as requested, else the accelerator of its local rank, else the CPU.
+    """Returns a rank's device: as requested (`InputError` where there is none), else its local rank's, else the CPU.
 
     local_rank  None where the device was taken already, or this process is alone
     """
@@ -69,7 +69,7 @@ def pick_device(requested: str | torch.device | None = None, local_rank: int | N
 
 
 def check_device(kind: str, asked: str = "device", also: str = "") -> None:
-    """Raise `InputError` unless `kind` is "cpu" or the type of this machine's accelerator; `asked` names the option."""
+    """Raise `InputError` unless `kind` is "cpu" or this machine's accelerator; `asked`: the option, `also`: advice."""
     own = None if kind == "cpu" else accelerator()
     if kind != "cpu" and (own is None or own.type != kind):
         here = "no accelerator" if own is None else f'an accelerator of type "{own.type}"'
@@ -247,7 +247,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast_states() -> tuple[bool, ...]:
-    """Whether autocast is on for the CPU, and for the accelerator where there is one."""
+    """Returns whether autocast is on: (for the CPU,), or (for the CPU, for the accelerator) where there is one."""
     kinds = ["cpu", *([kind.type] if (kind := accelerator()) is not None else [])]
     return tuple(torch.is_autocast_enabled(kind) for kind in kinds)
 
@@ -366,7 +366,7 @@ def allow_cudnn(yes: bool) -> bool:
 
 
 def attention_as_ops(yes: bool = True) -> AbstractContextManager[None]:
-    """Returns a context in which an accelerator's attention runs as single ops, so that modes see its dropout.
+    """Returns a context in which an accelerator's attention runs, if `yes`, as single ops: modes see its dropout.
 
     Where there is none nothing changes: on a CPU, attention with dropout takes that path anyway.
     """

@@ -23,7 +23,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def bits_hash(flat: torch.Tensor) -> int:
-    """Returns a hash of a tensor's bytes, the same on any device."""
+    """Returns a 64-bit hash of a flat tensor's bytes and length, alike on any device; 0 if empty. The host waits."""
     if not flat.numel():
         return 0
     content = flat.contiguous().view(torch.uint8)

@@ -37,7 +37,7 @@ HEADS: dict[str, tuple[str, str]] = {
 
 
 def read_config(source: Any) -> Any:
-    """Returns transformers' configuration of a folder, of a file, or the object itself."""
+    """Returns transformers' configuration of a folder, of a file, or the object itself; raises `InputError`."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError as error:
@@ -67,7 +67,7 @@ def parts_of(config: Any) -> list[Any]:
 
 
 def settings(config: Any, head: str) -> dict[str, Any]:
-    """Returns the fields of a `Task` that follow from a head: inputs, loss, metrics and name."""
+    """Returns the fields of a `Task` that follow from a head: inputs, loss, metrics, name; may raise `InputError`."""
     labels = labels_of(config, head)
     return {
         "inputs": partial(decoder_inputs, _start(config), _pad(config)) if labels == "decoder" else inputs,
@@ -88,7 +88,7 @@ def labels_of(config: Any, head: str) -> str:
 
 
 def arguments_of(config: Any, head: str) -> tuple[str, ...]:
-    """Returns the names of the arguments of the forward of the model with this head."""
+    """Returns the names of the arguments of the forward of the model with this head; () where there is none."""
     kind = model_class(config, head)
     return tuple(inspect.signature(kind.forward).parameters) if kind is not None else ()
 
@@ -112,7 +112,7 @@ def heads_of(config: Any) -> list[str]:
 
 
 def build_model(config: Any, head: str) -> nn.Module:
-    """Returns the model in float32 with this head, without a cache of keys and values."""
+    """Returns the model in float32 with this head, without a cache of keys and values; `InputError` for none."""
     import transformers
 
     config = copy.deepcopy(config)  # a model that is resized writes into its own
@@ -190,7 +190,7 @@ def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict[str, tuple]:
-    """Returns perplexity, and the share of labels that the model ranks first."""
+    """Returns {"perplexity": (sum, weight, "exp"), "accuracy": (labels ranked first, weight)}; `shift`: of the next."""
     logits, labels = output.logits, batch["labels"]
     labels = _next(labels) if shift else labels
     logits = _of_labels(logits, labels)
@@ -199,6 +199,6 @@ def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict
 
 
 def class_metrics(output: Any, batch: dict[str, Tensor]) -> dict[str, tuple]:
-    """Returns the share of samples whose class the model ranks first."""
+    """Returns {"accuracy": (samples whose class the model ranks first, samples)}."""
     labels = batch["labels"]
     return {"accuracy": ((output.logits.argmax(-1) == labels).sum(), len(labels))}

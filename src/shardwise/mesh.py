@@ -90,7 +90,7 @@ class Mesh:
 
 
 def overlap_from(plan: Plan, host: bool) -> float:
-    """Returns from how many multiplications on a tile's convolution computes while its halo is on its way.
+    """Returns from how many multiplications on a tile's convolution computes during its halo's messages; inf: never.
 
     By default as many as take a fraction of a millisecond, on the host or an accelerator: smaller ones are over before
     a message has come, and cost more operations for nothing.
@@ -99,7 +99,7 @@ def overlap_from(plan: Plan, host: bool) -> float:
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
-    """Makes this rank's groups. Collective when the plan has more than one rank."""
+    """Returns this rank's mesh, its groups made; `InputError` where not as many ranks run. Collective on several."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world != plan.world_size:
@@ -158,7 +158,7 @@ def _alone(device: torch.device) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, .
 def _rows(
     mesh: DeviceMesh, replicate: Axis, shard: Axis, gradients: Axis, inner: tuple[Axis, ...]
 ) -> DeviceMesh | None:
-    """Returns the device mesh (dp_replicate, dp_shard) that FSDP2 takes; `shard` includes the inner axes."""
+    """Returns FSDP2's device mesh (dp_replicate, dp_shard), `shard` with the inner axes; None for a single rank."""
     if gradients.size == 1:
         return None
     if not inner:

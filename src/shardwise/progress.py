@@ -55,7 +55,7 @@ def line(text: str) -> None:
 
 
 def plain(text: str) -> None:
-    """Print `text` as a line, at most one every two seconds."""
+    """Print `text` as a line; it is dropped where the last one is not two seconds old."""
     if text and time.monotonic() - _last_plain[0] >= EVERY_S:
         _last_plain[0] = time.monotonic()
         sys.stderr.write(f"{text}\n")
@@ -77,7 +77,7 @@ def sayer(wanted: bool) -> Say:
 
 @contextmanager
 def telling(wanted: bool) -> Iterator[Say]:
-    """Context: gives a function that shows progress on stderr; clears the terminal's line at the end."""
+    """Context: gives a function that shows progress on stderr (not `wanted`: none); clears the line at the end."""
     say = sayer(wanted)
     try:
         yield say

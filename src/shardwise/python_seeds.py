@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 def seed_python(seed: int) -> None:
-    """Seeds Python's and numpy's generators, alike on all ranks: what they draw cannot be dealt over samples."""
+    """Seeds Python's generator, and numpy's where it is imported: what they draw cannot be dealt over samples."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

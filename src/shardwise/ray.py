@@ -55,6 +55,8 @@ def trainer(
     min_ranks  go on with as few workers, under a smaller plan and the same order of samples, where nodes are lost
     out        folder of the runs, which all nodes share; the job's run lies in `out`/`name`
     options    those of `command_trainer`
+
+    Raises `InputError`, `RefusedPlan` for a plan that is misspelt or refused.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     check(parsed)
@@ -82,8 +84,9 @@ def command_trainer(
     """Returns a `ray.train.torch.TorchTrainer` whose workers each run the command as one rank.
 
     workers    how many; (least, most) for a run that goes on with fewer (train.min_ranks)
+    gpus       each worker asks for one, and for `cpus`
     folder     of Ray's own results; what is trained lies where the command says
-    variables  of the ranks' environment; `passed`: names whose values are those of this process
+    variables  of the ranks' environment; `passed`: names whose values are those of this process, else `InputError`
     failures   starts of the group after an error; those after a node that was taken away are not counted
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -232,7 +235,7 @@ class Records:
         return new
 
     def new_checkpoint(self) -> Path | None:
-        """Returns the newest checkpoint, where it is not the one that was returned before."""
+        """Returns the newest checkpoint; None where there is none, or it was returned before."""
         newest = None if self._folder is None else next(iter(publish.scan(place(self._folder))), None)
         if newest is None or newest == self._reported:
             return None

@@ -36,12 +36,12 @@ class _Steps:
     targets: str  # the field with the K steps to come
     forcings: tuple[str, ...]  # fields that each step reads of its own time
     weights: tuple[float, ...]  # of the steps' losses; () for 1 each
-    advance: Callable[[Any, Any], Any]  # (state, output) -> the next step's state
+    advance: Callable[[Any, Any], Any]  # (output, the step's batch) -> the next step's state
     recompute: bool  # each step again in backward
     asked: Mapping[str, Any]  # as it was called: a proof begins with these
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """Returns K, the number of steps in a batch."""
+        """Returns K, the number of steps in a batch; `InputError` where its fields or the weights do not fit."""
         # a batch without these fields belongs to another task: the message lists what it has
         missing = [name for name in (self.state, self.targets, *self.forcings) if name not in batch]
         if missing:
@@ -143,13 +143,14 @@ def rollout(
     state       the batch's entry that a step starts from, (B, ...); from the second step on, what `advance` gives
     targets     what outputs are compared with, (B, K, ...): their number is K
     forcings    entries (B, K, ...) that each step has its own of
-    weights     of the steps' losses; () for all alike
+    weights     of the steps' losses, at least K; () for all alike
     recompute   keep each step's input alone, and compute the step again in backward
     advance     (output, batch of this step) -> the next state
     curriculum  {training step from which on: K}, with 0 among them, for tasks with `batch`
 
     The model gives a tuple of K outputs; `predict_to` takes `select=lambda outputs: torch.stack(outputs, 1)`.
-    Raises `InputError` where the batch is no mapping with these entries, or the curriculum cannot be followed.
+    Raises `InputError` for a task with `metrics`, and a curriculum that cannot be followed; the task does where a batch
+    is no mapping with these entries, or a step's loss has extras.
     """
     asked = dict(locals())
     if not isinstance(task, Task):

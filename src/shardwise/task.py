@@ -158,6 +158,8 @@ class Task:
     branches   "same": every rank must use the same parameters in a micro-batch, and one that does not is named.
                "per_sample": which parameters are used is decided sample by sample (routed experts), so ranks may
                differ and the sum is still that of one process
+
+    Raises `InputError` for a field that is missing or of another kind, and for fields that contradict each other.
     """
 
     model: Callable[[], nn.Module]

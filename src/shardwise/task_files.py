@@ -38,7 +38,7 @@ def tasks_in(path: str | Path) -> list[str]:
 
 
 def defines_task(path: str | Path) -> bool:
-    """Whether a file builds a `Task`: by a function that calls `Task(...)`, or is annotated so, or a variable."""
+    """Whether a file calls `Task(...)` anywhere; False for one that cannot be read or is not Python."""
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -47,7 +47,7 @@ def defines_task(path: str | Path) -> bool:
 
 
 def calls_prepare(path: str | Path) -> bool:
-    """Whether a file calls `prepare`, as a script does."""
+    """Whether a file calls `prepare`, as a script does; False for one that cannot be read or is not Python."""
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

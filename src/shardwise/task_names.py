@@ -41,8 +41,8 @@ MOST_CHARACTERS = 500  # of an exception's own message in one of ours
 def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
     """Returns the `Task` of an object, a function or a name; `section`: the sizes of a built-in one.
 
-    Raises `InputError` for a name that is not found, code that fails where it is imported or called, and results that
-    are no `Task`.
+    Raises `InputError` for a name that is not found, code that fails where it is imported or called (shardwise's own
+    errors keep their class), and results that are no `Task`.
     """
     # an object or a function, in Python; a name, on the command line
     if not isinstance(named, str):
@@ -72,7 +72,7 @@ def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | 
 
 @dataclass(frozen=True)
 class AdaptedTask:
-    """Callable that returns a named task with adapters in its model; can be pickled."""
+    """Callable that returns a task (`reference`: for `resolve_task`) with adapters in its model; can be pickled."""
 
     reference: Any
     section: LoraSection
@@ -84,7 +84,7 @@ class AdaptedTask:
 
 
 def _of_module(name: str) -> Task:
-    """Returns the task named "module:name" or "file.py:name"."""
+    """Returns the task named "module:name" or "file.py:name"; raises as `resolve_task` does."""
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute or module_name.endswith((".ipynb", ":")):
         raise InputError(f"task {name!r}: {which_task(name)}")
@@ -175,7 +175,7 @@ def _attribute(task: str, module: ModuleType, path: str) -> Any:
 def call_task(task: str, value: Any) -> Task:
     """Returns a `Task` as it is, or what a function returns, named after it (after its module if called `task`).
 
-    `task` is its name in messages.
+    `task` is its name in messages. Raises as `resolve_task` does.
     """
     if isinstance(value, Task):
         return value
@@ -282,7 +282,7 @@ def inputs_hint(error: BaseException) -> str:
 
 
 def where_in_text(trace: str) -> str:
-    """Returns `tasks.py:12`, the innermost line of user code in a traceback given as text; "" without one."""
+    """Returns `tasks.py:12`, the innermost line of user code, else of any, in a traceback's text; "" without one."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
     own = [place for place in places if not _is_library(place[0])] or places
     return ":".join(own[-1]) if own else ""

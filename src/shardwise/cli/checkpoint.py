@@ -147,7 +147,7 @@ def _nearest(target: Path) -> Path:
 
 
 def _read_foreign(path: Path, key: str | None, folder: Path) -> Path:
-    """Write the tensors of a pickled file or folder as safetensors into `folder`; returns that file."""
+    """Write the tensors of a pickled `path` as safetensors into `folder`; returns the file; `InputError` for others."""
     from safetensors.torch import save_file
 
     from shardwise.checkpoint.foreign import is_foreign, read

@@ -81,7 +81,7 @@ def subject_and_batch(
     task: str, cluster: Cluster, words: dict[str, Any], precision: str, plan: Plan | None = None,
     say: Callable[[str], None] | None = None,
 ) -> tuple[Subject, str]:  # fmt: skip
-    """Returns (the planner's `Subject` of TASK, its batch in words)."""
+    """Returns (the planner's `Subject` of TASK, its batch in words); raises as `planner.door.subject_of`."""
     from shardwise.planner.door import is_shape, subject_of
 
     subject = subject_of(

@@ -238,7 +238,7 @@ def _map(answer: Answer, job: Any, cluster: Any) -> list[str]:
 
 
 def _forecast(answer: Answer, effective: Effective | None, cluster: Any, words: dict[str, Any]) -> list[str]:
-    """Returns lines on step, hours and price, or why there are none."""
+    """Returns lines on step, hours and price, or why there are none; `InputError` for a price without a cluster."""
     # --price without --cluster would have no hours to multiply
     if words["price"] and cluster is None:
         raise InputError("--price is for a forecast of hours: give --cluster")

@@ -58,7 +58,7 @@ def _differences(rows: list[dict[str, Any]]) -> str:
 
 
 def _axes(plan: str | None, world: int, hosts: list[str], device: Any) -> Iterator[Check]:
-    """Yields the rate of an all-reduce over all ranks, or over each axis of the plan. Collective."""
+    """Yields the rate of an all-reduce over all ranks, or each axis of the plan; may raise `InputError`. Collective."""
     from shardwise.layout import Plan
     from shardwise.layout.grid import AXES, Grid
     from shardwise.ranks import alike

@@ -196,7 +196,7 @@ def _of_run(resume: str) -> str | None:
 
 
 def _effective(target: str | None, overrides: tuple[str, ...], options: dict[str, tuple[str, Any]]) -> Any:
-    """Returns the `Effective` configuration of a command line. `options`: (key, value or None) by name."""
+    """Returns the `Effective` configuration of a command line. `options`: option -> (key, value; None: not given)."""
     from shardwise.config import Given, load
 
     values = []

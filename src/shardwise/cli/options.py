@@ -27,7 +27,7 @@ class Number(click.FloatRange):
 
 
 def output_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Returns the path of a file to write; `InputError`, before any work, where it cannot be, or is another's file."""
+    """Returns the path of a file to write, None as it is; `InputError`, before any work, where it cannot be written."""
     if path is None:
         return None
     path = os.path.expanduser(path)
@@ -89,7 +89,7 @@ def common(function: Callable) -> Callable:
 
 
 def with_adapters(target: str, overrides: tuple[str, ...], command: str) -> Any:
-    """Returns the named task, with adapters in its model where keys of [lora] are set; of a task no others are read."""
+    """Returns the named task, an `AdaptedTask` where keys of [lora] are set; a `UsageError` of `command` for others."""
     if not overrides:
         return target
     from shardwise.config import load

@@ -252,7 +252,7 @@ def _prove_run(answer: Answer, target: str, words: dict[str, Any], pool: Any) ->
 
 
 def verified_first(effective: Any) -> None:
-    """Prove a run; raises where it is not equal to a plain loop. A launcher's ranks prove it together."""
+    """Prove a run, by all ranks of a launcher; `RunError` unless it equals a plain loop, `RefusedPlan` as the proof."""
     from shardwise.errors import RunError
     from shardwise.proof.verify_run import verify_run
 

@@ -44,7 +44,7 @@ def device_names() -> list[str]:
 
 
 def device(name: str) -> tuple[Device, Tier]:
-    """Returns a device of the catalogue and its own link as a tier (`count`: how many it joins)."""
+    """Returns (device, its own link as a tier, which joins `count`); `InputError` for one not in the catalogue."""
     rows = _devices()
     key = name.lower()
     if key not in rows:
@@ -78,7 +78,7 @@ def device(name: str) -> tuple[Device, Tier]:
 
 
 def host_of(name: str, count: int) -> Node:
-    """Returns memory and disk of a host of `count` such devices: a published host's, or a share of that by devices."""
+    """Returns memory and disk of a host of `count` such devices: a published one's, or a share; `Node()` if unknown."""
     row = _hosts().get(name)
     if row is None:
         return Node()

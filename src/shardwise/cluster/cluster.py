@@ -146,14 +146,14 @@ class Cluster:
         return tuple(out)
 
     def tier_of(self, span: int) -> int:
-        """Returns the innermost tier that holds `span` consecutive ranks."""
+        """Returns the index of the innermost tier that holds `span` consecutive ranks, the last where none does."""
         for index, size in enumerate(self.sizes):
             if span <= size:
                 return index
         return len(self.tiers) - 1
 
     def computing(self, dtype: str) -> Cluster:
-        """Returns the cluster with its devices' rate in a dtype of 16 bits, where bf16's is not that of fp16."""
+        """Returns the cluster with its devices' rate in `dtype`: another one where bf16's is not that of fp16."""
         own = self.device.own_bf16_tflops
         if dtype != "bf16" or own is None:
             return self
@@ -161,7 +161,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str | Cluster) -> Cluster:
-        """Returns the cluster of a text form, or of a path that ends in `.toml`."""
+        """Returns the cluster of a text, or of a path that ends in `.toml`; `InputError` where it is wrong."""
         if isinstance(text, Cluster):
             return text
         if text.strip().endswith(".toml"):
@@ -185,7 +185,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
-        """Returns the cluster of `{device: {...}, tiers: [{...}]}`."""
+        """Returns the cluster of `{device: {...}, tiers: [{...}]}`; `InputError`, naming `where`, for a wrong one."""
         _only(where, data, ("name", "device", "tiers", "collectives", "between", "node"))
         if not isinstance(data.get("device"), dict) or not isinstance(data.get("tiers"), list) or not data["tiers"]:
             raise InputError(f"{where}: a cluster has a [device] and one or more [[tiers]]")

@@ -62,7 +62,7 @@ def in_words(cluster: Cluster) -> str:
 
 
 def _with_words(words: Iterable[str], node: Node) -> Node:
-    """Returns the node with figures from words such as `host-1.5tb`, `disk-20tb` and `disk-12gb/s`."""
+    """Returns the node with figures from words as `host-1.5tb`, `disk-20tb`, `disk-12gb/s`; `InputError` for others."""
     for word in words:
         match = re.fullmatch(r"(host|disk)-(\d+(?:\.\d+)?)(gb|tb|gb/s)", word.lower())
         # a rate for the host's memory has no field

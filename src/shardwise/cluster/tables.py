@@ -17,7 +17,7 @@ from shardwise.cluster.catalogue import read
 
 @dataclass(frozen=True, eq=False)
 class GemmTable:
-    """Measured bf16 products (m, k) x (k, n) on one device: sizes of a grid, and TFLOP/s at each of its points."""
+    """Measured products (m, k) x (k, n) of one kind: sizes of a grid, TFLOP/s by (m, n, k), which may lack points."""
 
     name: str
     m: tuple[int, ...]
@@ -78,7 +78,7 @@ class CollectiveTable:
     times: dict[str, dict[int, tuple[tuple[int, float], ...]]]
 
     def seconds(self, op: str, ranks: int, size_bytes: float) -> float:
-        """Returns seconds of one collective; other numbers of ranks have the nearest measured one's bus bandwidth."""
+        """Returns seconds of an `op` in `times`; other numbers of ranks have the nearest measured's bus bandwidth."""
         by_ranks = self.times[op]
         near = min(by_ranks, key=lambda p: (abs(math.log(p / ranks)), -p))
         scale = bus_factor(op, ranks) / bus_factor(op, near)
@@ -103,7 +103,7 @@ class BetweenTable:
     times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]]
 
     def seconds(self, op: str, nodes: int, per_node: int, size_bytes: float) -> float:
-        """Returns seconds of a collective over `per_node` ranks of each of `nodes` nodes.
+        """Returns seconds of a collective (an `op` of `times`) over `per_node` ranks of each of `nodes` nodes.
 
         Read between what was measured, in the logarithm of bytes, nodes and ranks. Beyond it the nearest is scaled:
         what the smallest message takes by the hops of a tree (all-reduce) or a ring, the rest by the bytes on a link.
@@ -162,7 +162,7 @@ def _read(points: Sequence[tuple[float, float]], size: float) -> float:
 
 @cache
 def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype: str) -> GemmTable | None:
-    """Returns the table of products that a cluster file brings, or None."""
+    """Returns the products of `dtype` (or "conv", ...) in a cluster file's rows (dtype, m, n, k, us); None without."""
     rate = {(m, n, k): 2e-6 * m * n * k / us for kind, m, n, k, us in rows if kind == dtype}
     if not rate:
         return None
@@ -183,7 +183,7 @@ class OpTable:
 
 @cache
 def measured_ops(rows: tuple[tuple[str, float, float], ...]) -> OpTable | None:
-    """Returns the table of ops that a cluster file brings, or None."""
+    """Returns the table of ops that a cluster file brings; None where "add" was not measured."""
     times: dict[str, list[tuple[float, float]]] = {}
     for name, amount, us in rows:
         times.setdefault(name, []).append((amount, us))

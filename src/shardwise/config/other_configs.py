@@ -48,7 +48,7 @@ class Translation:
     told: list[tuple[str, str]] = field(default_factory=list)
 
     def finished(self) -> Plan:
-        """Returns the plan; `InputError` where the number of ranks is told nowhere, or does not divide."""
+        """Returns the plan, and completes `settings`; `InputError` where ranks are told nowhere, or do not divide."""
         if self.ranks is None:
             raise InputError("the file does not say how many ranks there are: give --ranks")
         others = 1
@@ -73,7 +73,7 @@ class Translation:
         return Plan.from_dict(values | {"accumulate": self.plan.get("accumulate", max(1, whole // at_once))})
 
     def _data_ranks(self, data: int) -> dict[str, Any]:
-        """Returns the plan's keys for `data` ranks that share samples, sharded as the file says."""
+        """Returns the plan's keys for `data` ranks, sharded as the file says; `InputError` if that does not divide."""
         if self.sharding == 0 or data == 1:
             return {"dp_replicate": data}
         shard = self.hybrid or data
@@ -325,7 +325,10 @@ GROUPS = {  # of keys without a row of their own, by how they begin
 
 
 def read(path: Path, ranks: int | None = None) -> Translation:
-    """Returns the translation of a file; `InputError` where it is none of DeepSpeed's or Accelerate's."""
+    """Returns the translation of a file; `InputError` where it is none of DeepSpeed's or Accelerate's.
+
+    ranks  of the run, whatever the file says; None: as it says
+    """
     made = Translation(ranks)
     values = _parsed(path)
     if not any(key in ROWS or key.startswith(tuple(GROUPS)) for key, _ in _flat(values)):
@@ -367,7 +370,7 @@ def _unsaid(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _translated(made: Translation, key: str, value: Any) -> str:
-    """Take one key of the file over into `made`; returns the sentence on what it came to."""
+    """Take one key of the file over into `made`; returns a sentence on what came of it; `InputError` if wrong."""
     if value == "auto":
         return AUTO
     if value is None:

@@ -15,7 +15,10 @@ KNOWN = tuple(field.name for field in fields(Plan))
 
 
 def merge(items: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, str]]:
-    """Returns (plan, source of each key); a text replaces all that came before, a table adds to it."""
+    """Returns (plan, source of each key); a text replaces all that came before, a table adds to it.
+
+    What is wrong is left out of the plan, and told in `problems`.
+    """
     values: dict[str, Given] = {}
     for item in items:
         # "plan = ..." as a whole takes the place of what weaker sources said of it

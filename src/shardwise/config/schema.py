@@ -46,7 +46,7 @@ BUILTIN_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def count(value: Any) -> Any:
-    """Returns a whole number, or text with a suffix: "64k" is 64 * 1024, "2M" is 2 * 1024 * 1024."""
+    """Returns a text's number: "64k" is 64 * 1024, "2M" 2 * 1024 * 1024; `ValueError` for others. No text: as it is."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+) ?([kM])", value.strip())

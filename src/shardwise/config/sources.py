@@ -55,7 +55,10 @@ def shorten(text: str, width: int = 60) -> str:
 
 
 def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> list[Given]:
-    """Returns the values of a TOML file, those of the file it extends first."""
+    """Returns the values of a TOML file, those of the file it extends first; mistakes go into `problems`.
+
+    seen  files that extend this one, outermost first
+    """
     data = _read(path, problems, seen)
     base = data.pop("extends", None)
     inherited: list[Given] = []
@@ -144,7 +147,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]:
-    """Returns the values of `--set key=value`, each read as TOML, or as text where it is one bare word."""
+    """Returns values of `--set key=value`, read as TOML, or as text of one bare word; mistakes go into `problems`."""
     items: list[Given] = []
     for text in overrides:
         key, equals, value = (piece.strip() for piece in text.partition("="))
@@ -173,7 +176,7 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
 
 
 def _value(text: str) -> Any:
-    """Returns the value of a text read as TOML; the text itself for a bare word or a date."""
+    """Returns the value of a text read as TOML; the text itself for a bare word or a date; `ValueError` if broken."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

@@ -33,7 +33,7 @@ def resting(states: States, layout: Layout, coded: float | None = None) -> State
 def decoded(states: States, layout: Layout, count: float, largest: float, coded: float | None = None) -> float:
     """Returns the bytes of coded state that a step holds decoded at once, of `count` parameters.
 
-    largest  elements of the largest parameter
+    largest  elements of the largest parameter; `coded`: as in `resting`
     """
     each = 0.0
     if resting(states, layout, coded).optimizer != states.optimizer:
@@ -44,7 +44,7 @@ def decoded(states: States, layout: Layout, count: float, largest: float, coded:
 
 
 def coding_bytes(states: States, layout: Layout, coded: float | None = None) -> float:
-    """Returns the bytes read and written for one parameter to decode its state and to code it again."""
+    """Returns the bytes moved for one parameter to decode its state and code it again; `coded`: as in `resting`."""
     rests, moved = resting(states, layout, coded), 0.0
     if rests.optimizer != states.optimizer:
         full = states.optimizer if coded is None else coded * states.held

@@ -46,7 +46,7 @@ KINDS = ("products", "convolutions", "rest")
 
 @cache
 def sustained(device: str, what: str) -> float | None:
-    """Returns a device's share of its peak from sustained.csv, or None."""
+    """Returns a device's share of its peak from sustained.csv, or None; `what`: "matmul" or "stream"."""
     for row in read("sustained.csv"):
         if row["device"] == device and row["what"] == what:
             return float(row["value"])
@@ -77,7 +77,7 @@ def _own_rates(
 
 
 def peak_tflops(device: Device, dtype: str) -> float:
-    """Returns the data sheet's TFLOP/s for a dtype."""
+    """Returns the data sheet's TFLOP/s for a dtype: of "fp32" the best, tf32 among them; of any other bf16's."""
     if dtype != "fp32":
         return device.bf16_tflops.value
     own = [rate.value for rate in (device.fp32_tflops, device.tf32_tflops) if rate is not None]

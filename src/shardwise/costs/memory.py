@@ -48,7 +48,7 @@ def stage_parameters(
     shape: Shape, layout: Layout, layers: float, *, first: bool, last: bool, dense: float = 0.0
 ) -> dict[str, float]:
     """Returns a stage's parameters on one rank, by kind: "dense" (replicated over data ranks) and "experts".
-
+    first, last  whether the stage has the embedding, the head
     dense  how many of its layers are the dense ones in front of those with experts
     """
     t = layout.tp
@@ -83,7 +83,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
     """Returns {"weights", "gradients", "master", "optimizer", `COPIES`: bytes} on one rank.
 
     With them the gradients' copies, which live while the optimizer runs. Experts are sharded over the data ranks that
-    hold the same ones. State that is offloaded is not on the rank.
+    hold the same ones. State that is offloaded is not on the rank. `precision`: of `STATES`; "": the software's.
     """
     policy, stage = resting(STATES[precision or software.states], layout), layout.sharded
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
@@ -209,8 +209,8 @@ def rank_memory(
     precision: str = "", dense: float = 0.0,
 ) -> MemoryLedger:  # fmt: skip
     """Returns the memory of one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage).
-
     dense  how many of its layers are the dense ones in front of those with experts
+    precision  of `STATES`; "": the software's
     """
     parameters = stage_parameters(shape, layout, layers, first=first, last=last, dense=dense)
     terms = states(parameters, layout, software, precision)
@@ -295,7 +295,7 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
-    """Returns the bytes of communication buffers.
+    """Returns the bytes of communication buffers of a stage of `layers`; 0 unless ZeRO shards weights.
 
     Of units: two gathered layers (all, where a forward frees none) and one layer's whole gradients.
     """

@@ -68,7 +68,7 @@ def moved(states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
 def lying(count: float, states: States, layout: Layout, *, on_host: bool) -> dict[str, float]:
     """Returns {"host", "disk": bytes that one rank keeps there} of `count` parameters that it updates.
 
-    A file of state is twice as large as that. On an accelerator a disk's state passes through the host's memory.
+    State on a disk counts twice, as its file does. On an accelerator it passes through the host's memory.
     """
     by_tier = moved(states, layout, on_host=on_host)
     in_file = count * by_tier["disk"]
@@ -96,7 +96,10 @@ def update_bytes(states: States, *, fused: bool) -> float:
 
 
 def offloaded(count: float, states: States, layout: Layout, cluster: Cluster, update: float) -> Offloaded:
-    """Returns the cost of moves around an update of `count` parameters on a rank, of `update` bytes each on a host."""
+    """Returns the cost of moves around an update of `count` parameters on a rank, of `update` bytes each on a host.
+
+    Raises `RefusedPlan` for places that the device does not have, and where no figure tells a rate.
+    """
     on_host = cluster.device.kind == "cpu"
     by_tier = moved(states, layout, on_host=on_host)
     _refuse_weights(layout, cluster)
@@ -202,7 +205,10 @@ class Moves:
 
 
 def moves(put: Mapping[str, float], layout: Layout, cluster: Cluster) -> Moves:
-    """Returns the cost of moving one micro-batch's activations on each rank; `put`: their bytes by tier."""
+    """Returns the cost of moving one micro-batch's activations on each rank; `put`: their bytes by tier.
+
+    Raises `RefusedPlan` for the host's memory on a processor, and where no figure tells a rate.
+    """
     on_host = cluster.device.kind == "cpu"
     _refuse_host(layout, cluster, in_tier(layout.offload, "activations", "host"))
     link_s = 0.0 if on_host else 2 * sum(put.values()) / (_link_gbps(cluster) * 1e9)

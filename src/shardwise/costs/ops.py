@@ -22,7 +22,7 @@ PASSES = {"native_batch_norm": 3 / 2, "native_batch_norm_backward": 5 / 3}
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    """Returns the seconds of one op of a trace, an `Entry`; `times`: the batch of a batched product."""
+    """Returns the seconds of one op of a trace, an `Entry`; `times`: a product's batch or a recurrence's steps."""
     if kind in SECONDS:
         group, alone = SECONDS[kind]
         return kernels.factor(group) * alone(shape, times, kernels, software)
@@ -79,6 +79,7 @@ def _convolution_backward(shape: Sequence[float], times: float, kernels: Kernels
 def _convolved(kind: str, shape: Sequence[float], kernels: Kernels) -> float:
     """Returns seconds of a convolution or its backward: measured, else at a share of a rate, or as its bytes take.
 
+    shape   (cells, out, deep: of `Kernels.convolution`; bytes moved, turned, alone)
     turned  1.0 where its tensors are brought into channels_last and back, for kernels that read no other layout
     alone   1.0 where each channel is convolved by itself, for which there is no tensor core
     """

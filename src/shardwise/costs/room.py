@@ -43,7 +43,7 @@ class Room:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Returns the tiers in which a host has too little."""
+        """Returns the tiers in which a host is known to have too little."""
         known = {tier: self.there(tier) for tier in self.needed}
         return tuple(tier for tier, there in known.items() if there is not None and self.needed[tier] > there)
 

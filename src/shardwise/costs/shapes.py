@@ -259,6 +259,7 @@ class Shape:
         6P+12Lhs   all parameters, attention counted in full (PaLM, MosaicML)
         72Blsh2    Megatron's formula (Korthikanti et al. 2022), attention in full, vocabulary once
         96Blsh2    the same with a recomputed forward (Narayanan et al. 2021): hardware FLOPs
+        Raises `InputError` for another.
         """
         width = self.attention_width
         if convention == "6P+12Lhs":

@@ -10,7 +10,7 @@ FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 
 def count(text: str, what: str) -> int:
-    """Returns the whole number in `text`, such as 512, 8k or 16M (powers of 1024). `what`: names it in errors."""
+    """Returns the whole number in `text`, such as 512, 8k or 16M (powers of 1024); else `InputError`, with `what`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
     value = float(match[1]) * FACTORS[match[2].lower()] if match else 0.0
     if not match or value != int(value) or value < 1:
@@ -19,7 +19,10 @@ def count(text: str, what: str) -> int:
 
 
 def batch(text: str, seq: int | None) -> int:
-    """Returns a global batch in samples from `512`, `512-samples`, or `16M-tokens` of sequences of `seq` tokens."""
+    """Returns a global batch in samples from `512`, `512-samples`, or `16M-tokens` of sequences of `seq` tokens.
+
+    Raises `InputError` for other text, and for tokens that are no whole samples or where `seq` is None.
+    """
     number, _, unit = text.strip().partition("-")
     if not number:
         raise InputError(f"--global-batch: expected a number of samples such as 512, or 16M-tokens, got {text!r}")
@@ -48,7 +51,7 @@ def batch(text: str, seq: int | None) -> int:
 
 
 def duration(text: str, what: str) -> float:
-    """Returns the seconds of `90s`, `20m`, `3h` or `2d`."""
+    """Returns the seconds of `90s`, `20m`, `3h` or `2d`; raises `InputError`, with `what`, for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
     if not match or float(match[1]) <= 0:
         raise InputError(f"{what}: expected a time such as 90s, 20m, 3h or 2d, got {text!r}")
@@ -56,7 +59,7 @@ def duration(text: str, what: str) -> float:
 
 
 def tokens(text: str, what: str) -> float:
-    """Returns the tokens of `300B`, `15T` or `5e9`; k, M, B and T are powers of 1000, as training sets are counted."""
+    """Returns the tokens of `300B`, `15T` or `5e9`, with powers of 1000; others: `InputError` that names `what`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
     if not match or float(match[1]) <= 0:
         raise InputError(f"{what}: expected a number of tokens such as 300B or 15T, got {text!r}")

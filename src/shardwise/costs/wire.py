@@ -154,7 +154,8 @@ class Wire:
     def rows(self, group: RankGroup, size_bytes: float, copies: int) -> float:
         """Returns the seconds of an all-to-all of rows for `copies` experts each, dealt at random over the group.
 
-        One copy of a row goes to each node that has some of its experts, and is passed on inside it.
+        One copy of a row goes to each node that has some of its experts, and is passed on inside it. `size_bytes` is of
+        all copies that one rank sends.
         """
         local = self.inside(group)
         nodes = math.ceil(group.size / local)

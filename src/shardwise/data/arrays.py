@@ -29,7 +29,7 @@ class ArraySource:
         self._open()
 
     def _open(self) -> None:
-        """Map or take each array, into `arrays`; `InputError` where their numbers of samples differ."""
+        """Map or take each array, into `arrays`; `InputError` where lengths differ, or none has `global_shape`."""
         self.arrays = {name: _opened(name, array) for name, array in self.sources.items()}
         lengths = {name: len(array) for name, array in self.arrays.items()}
         # sample i is row i of every array

@@ -34,7 +34,7 @@ BLOCK = 4096
 class Blend:
     """Samples of several sources as one `Source`; their batches must have the same fields.
 
-    parts   name -> (source, weight); weights are relative
+    parts   name -> (source, weight); weights are relative, and above 0
 
     Its length is that of all sources together; what an epoch of the blend holds follows the weights.
     """
@@ -65,7 +65,10 @@ class Blend:
         return BlendOrder(len(self), seed, weights=self.weights, lengths=self.lengths, names=self.names)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
-        """Returns the joined batch of samples, numbered over all sources one after another."""
+        """Returns the joined batch of samples, numbered over all sources one after another.
+
+        `region` goes to each source. Raises `InputError` where their fields, shapes or dtypes differ.
+        """
         # global numbers run over the sources one after another: the owner is the last that starts at or before one
         owner = np.searchsorted(self._starts, indices, side="right") - 1
         rows: dict[int, list[int]] = {}
@@ -79,7 +82,7 @@ class Blend:
 
 
 def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
-    """Returns the batches of several sources joined into one, each row at its place."""
+    """Returns several sources' batches joined, each row at its place; `InputError` where fields or dtypes differ."""
     # one source has its rows in order already
     if len(batches) == 1:
         return batches[0]
@@ -105,7 +108,7 @@ def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns how many of a block's places each source gets, by weight: at least one, remainders to the largest."""
+    """Returns how many of a block's places each source gets, by weight, at least one; `InputError` for too many."""
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
     counts = np.maximum(np.floor(exact).astype(int), 1)
     for index in np.argsort(-(exact - np.floor(exact)), kind="stable"):
@@ -141,7 +144,7 @@ class BlendOrder(Order):
     origin: int = 0  # position in the order at which these weights began
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Returns the samples at positions [start, stop), numbered over all sources one after another."""
+        """Returns the samples at positions [start, stop), numbered over all sources; `InputError` before `origin`."""
         if start < self.origin:
             raise InputError(f"this blend continues from position {self.origin}, {start} lies before it")
         offsets = np.cumsum((0, *self.lengths))
@@ -184,7 +187,7 @@ class BlendOrder(Order):
         return own | {"positions": self.positions(position)}
 
     def continued(self, state: dict[str, Any] | None, position: int) -> BlendOrder:
-        """Returns this order from `position` on, with each source where the saved run left it."""
+        """Returns this order from `position` on, each source as `state` left it; `InputError` for other sources."""
         # with other sources, positions saved under the old names would mean nothing
         if state is None or set(state["positions"]) != set(self.names):
             saved = ", ".join(state["positions"]) if state else "no blend"

@@ -71,7 +71,7 @@ class Corpus:
         return corpus
 
     def verify(self) -> None:
-        """Read every byte and compare the sha256; `open` does it for small corpora only."""
+        """Read every byte and compare the sha256, as `open` does of small corpora; `InputError` where it differs."""
         digest = hashlib.sha256()
         for start in range(0, len(self.tokens), _CHUNK):
             digest.update(self.tokens[start : start + _CHUNK].data)
@@ -109,7 +109,7 @@ class BytesSource:
         return (self.stop - self.start) // (self.seq_len + 1)
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
-        """Returns {"tokens": (B, seq_len + 1) int64} of these samples; `region` is not used."""
+        """Returns {"tokens": (B, seq_len + 1) int64}; raises `IndexError` beyond the last. `region` is not used."""
         width = self.seq_len + 1
         rows = np.asarray(indices, dtype=np.int64)
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
@@ -119,7 +119,7 @@ class BytesSource:
 
 
 def split(corpus: Corpus, seq_len: int, held_out: float = 0.05) -> tuple[BytesSource, BytesSource]:
-    """Returns (train, held out): the windows at the end of the corpus are held out, at least one."""
+    """Returns (train, held out), a share of windows at the end, at least one; `InputError` where there are too few."""
     if not 0 < held_out < 1:
         raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
     if seq_len < 1:
@@ -141,7 +141,7 @@ def write_corpus(
 ) -> Corpus:
     """Write files (a str is a path) and bytes, one after another, into `folder`; returns the open `Corpus`.
 
-    `source` says in words where the text comes from.
+    `source` says in words where the text comes from. Raises `InputError` for no text, or what cannot be written.
     """
     folder = Path(folder)
     parts = [texts] if isinstance(texts, str | Path | bytes) else texts
@@ -191,7 +191,7 @@ def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: in
 
 
 def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
-    """Yields the contents of .py files below `root`, in the order of a hash of their names, until `limit` bytes."""
+    """Yields contents of .py files below `root`, ordered by a hash, up to `limit` bytes; `InputError` for none."""
     files = []
     for folder, subfolders, names in os.walk(root):
         # in place, so that os.walk does not go into them
@@ -210,7 +210,7 @@ def _standard_library_texts(root: Path, limit: int) -> Iterator[bytes]:
 
 
 def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
-    """Yields the bytes of files and texts, one after another."""
+    """Yields the bytes of files and texts, one after another; `InputError` for what is no path and no bytes."""
     for part in parts:
         if isinstance(part, bytes):
             yield part
@@ -237,7 +237,7 @@ def renamed(path: Path) -> Iterator[BinaryIO]:
 
 
 def _description(path: Path) -> dict[str, Any]:
-    """Returns the checked fields of a corpus's description file: version, dtype, count, source, sha256."""
+    """Returns the fields of a description: version, dtype, count, source, sha256; `InputError` if missing or wrong."""
     try:
         described = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -52,6 +52,9 @@ class FieldSource:
     missing     "refuse", or "mask": 0 in their place, and "inputs_valid", "targets_valid" in the batch
     gaps        "refuse", or "skip": pairs over a gap in time are left out
     statistics  the file of means and deviations; FILE.statistics.json beside the first file where not given
+    time        the name of fields' first dim, and of its coordinate
+
+    Raises `InputError` for files that lack or contradict any of it; a read, for values missing under "refuse".
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class FieldSource:
         return np.stack([self._plane_of(name)[window] for name in self.groups["static"]])
 
     def _plane_of(self, name: str) -> np.ndarray:
-        """Returns a static variable as (y, x), one along y or x alone repeated over the other."""
+        """Returns a static variable as (y, x), one along y or x alone repeated; `InputError` for other dims."""
         field = self.grid.find(name)
         values = self.grid.whole(name)
         if field.dims == self._plane:
@@ -213,7 +216,7 @@ class FieldSource:
         return days, origin.dayofyr - 1 + seconds / 86400, YEARS.get(origin.calendar, 365.2425)
 
     def _pairs(self, times: tuple[int, int]) -> list[int]:
-        """Returns the steps t for which t + lead is in the files too."""
+        """Returns the steps t for which t + lead is in the files too; `InputError` for none, or a refused gap."""
         starts = list(range(times[0], times[1] - self.lead))
         # without a calendar no gap can be seen
         if self.days is not None and starts:
@@ -255,7 +258,7 @@ class FieldSource:
         return torch.cat(channels, 1)
 
     def _filled(self, group: str, values: np.ndarray, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns normalised values (B, C, y, x), and a mask of where values exist."""
+        """Returns normalised values (B, C, y, x), and where they exist; `InputError` where missing ones are refused."""
         there = ~np.isnan(values)
         if not there.all() and (self.missing == "refuse" or group in ("forcing", "static")):
             sample, channel = (int(i) for i in np.argwhere(~there)[0][:2])
@@ -320,7 +323,7 @@ def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
 
 
 def _days(values: np.ndarray, attributes: dict[str, Any], origin: Any) -> tuple[np.ndarray, Any]:
-    """Returns (days since `origin`, origin), by default the first date; plain numbers where the units are no date."""
+    """Returns (days since `origin`, None: the first date; origin), numbers without dates; may raise `InputError`."""
     units, calendar = str(attributes.get("units", "")), str(attributes.get("calendar", "standard"))
     if " since " not in units:
         return values.astype(np.float64), origin

@@ -47,7 +47,10 @@ class Moments:
 
 
 def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.ndarray]]) -> dict[str, dict[str, float]]:
-    """Returns channel -> {"mean", "std", "count"}; `names` gives the channels of each variable, `fields` its values."""
+    """Returns channel -> {"mean", "std", "count"}; `names` gives the channels of each variable, `fields` its values.
+
+    Raises `InputError` for a channel without values, or of one value everywhere.
+    """
     stats: dict[str, dict[str, float]] = {}
     for variable, channels in names.items():
         moments = Moments(len(channels))
@@ -67,7 +70,10 @@ def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.nd
 def load_or_compute(
     path: Path, origin: dict[str, Any], compute: Callable[[], dict[str, dict[str, float]]]
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Returns {channel: {"mean", "std", "count"}} from `path`; without that file, computed and written to it."""
+    """Returns {channel: {"mean", "std", "count"}} from `path`; without that file, computed and written to it.
+
+    Raises `InputError` for a file of other data than `origin`, or one that cannot be read or written.
+    """
     if path.exists():
         return _read(path, origin)
     figures = compute()

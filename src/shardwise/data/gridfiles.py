@@ -67,7 +67,7 @@ class GridFiles:
         return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
 
     def lengths(self, name: str) -> list[int]:
-        """Returns, by file, the number of time steps of a variable."""
+        """Returns a variable's time steps in each file that has it; `InputError` where other dims differ."""
         first = self.find(name)
         for number, var in self.variables[name]:
             if var.dims != first.dims or var.shape[1:] != first.shape[1:]:
@@ -86,12 +86,12 @@ class GridFiles:
         return self._read(number, name, variable, index)
 
     def whole(self, name: str, place: int = 0) -> np.ndarray:
-        """Returns all values of a variable in one of its files."""
+        """Returns all values of a variable in one file, the `place`-th of those that have it."""
         number, variable = self.variables[name][place]
         return self._read(number, name, variable, (slice(None),) * len(variable.dims))
 
     def _read(self, number: int, name: str, variable: FileVariable, index: tuple) -> np.ndarray:
-        """Returns `variable[index]` of a file as float64, NaN where values are missing."""
+        """Returns `variable[index]` of a file as float64, NaN where values are missing; `InputError` if it fails."""
         with _READING:
             opened = self._opened(self.files[number])
             try:

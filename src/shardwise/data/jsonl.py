@@ -47,6 +47,8 @@ class JsonlSource:
     pad        token that fills a row up; its label is -100
     pack       several documents in a row; False: one
     template   a `ChatTemplate`, for lines of messages; None: their texts one after another
+
+    Raises `InputError`, with file and line, for a record that cannot be read, or of which nothing is learned.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ def packed(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def _conversation(where: str, line: dict[str, Any]) -> tuple[list[Any], int] | None:
-    """Returns (messages, how many of them are the prompt) of a line that holds messages, else None."""
+    """Returns (messages, how many are the prompt) of a line with messages, else None; `InputError` if half is text."""
     prompt, completion = line.get("prompt", []), line.get("completion")
     if isinstance(completion, list) and isinstance(prompt, list):
         return [*prompt, *completion], len(prompt)
@@ -192,7 +194,7 @@ def _conversation(where: str, line: dict[str, Any]) -> tuple[list[Any], int] | N
 
 
 def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a line gives the chat template: its tools, which may be JSON as text, and options by name."""
+    """Returns what a line gives the chat template: tools (or their JSON), options; `InputError` for other types."""
     tools, more = line.get("tools"), line.get("chat_template_kwargs") or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -204,7 +206,7 @@ def _options(where: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(where: str, line: dict[str, Any], conversation: tuple[list[Any], int] | None) -> list[tuple[str, bool]]:
-    """Returns pairs (text, whether it is trained on) of a line; `conversation`: (turns, how many are the prompt)."""
+    """Returns (text, if it is trained on) pairs; `InputError` for others; `conversation`: (turns, how many: prompt)."""
     if conversation is not None:
         turns = [turn if isinstance(turn, dict) else {} for turn in conversation[0]]
         pieces = [

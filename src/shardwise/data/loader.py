@@ -40,8 +40,8 @@ class Loader:
     epochs           whole epochs counted from position 0, or None for no end
     drop_last        drop the short last batch of an epoch
     workers          processes that read; 0: a thread of this one
-    prefetch         steps read ahead, by the thread or by each worker; 0 reads in the caller
-    read_timeout_s   how long a step may take to read before the run is ended with an error
+    prefetch         steps read ahead, by the thread or by each worker; 0, without workers, reads in the caller
+    read_timeout_s   how long a step may take to read, else a `RunError`; not where the caller reads
 
     A loader is its own iterator: a loop left early goes on at the next step. `close` ends the thread.
     """
@@ -149,7 +149,7 @@ class Loader:
         return state | ({"blend": self.order.state(self._position)} if isinstance(self.order, BlendOrder) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved, on any number of ranks; another data order is refused."""
+        """Continue where `state` was saved, on any number of ranks; `InputError` for another data order."""
         own = self.state_dict()
         # not asked for by its name: `continued` says what is wrong with a blend that is missing or other
         own.pop("blend", None)

@@ -43,7 +43,7 @@ class Order:
             raise InputError(f"the seed of an order is an int, got {type(self.seed).__name__}")
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Returns the samples at positions [start, stop), as int64; the range may cross epochs."""
+        """Returns samples at positions [start, stop), int64, across epochs; `InputError` for a start below 0."""
         if start < 0:
             raise InputError(f"positions start at 0, got {start}")
         pieces = [np.empty(0, dtype=np.int64)]

@@ -75,7 +75,10 @@ class Channel(Generic[Item]):
 
 
 class Prefetch(Generic[Item]):
-    """Iterates `items` in a background thread, at most `ahead` items before the consumer."""
+    """Iterates `items` in a background thread, at most `ahead` items before the consumer.
+
+    An error of theirs is raised here; an item that takes over `timeout_s` is a `RunError`, which says `what` it is of.
+    """
 
     def __init__(self, items: Iterator[Item], ahead: int, *, timeout_s: float, what: str) -> None:
         self._channel: Channel[Item] = Channel(ahead)

@@ -109,7 +109,7 @@ class RayRows:
         return self._blocks[at]
 
     def _fetched(self, at: int) -> dict[str, Any]:
-        """Returns {column: array} of a block from Ray; one that is lost is asked for again, for `AGAIN_S` seconds."""
+        """Returns {column: array} of a block; a lost one is asked for again, for `AGAIN_S` seconds, then `RunError`."""
         import ray
         from ray.data.block import BlockAccessor
 
@@ -128,7 +128,7 @@ class RayRows:
                 time.sleep(_POLL_S)
 
     def _ask(self) -> None:
-        """Ask the actor for the blocks' rows and references; the first rank that asks makes it."""
+        """Ask the actor, made by the first rank, for blocks' rows and references; raises `InputError`, `RunError`."""
         import ray
 
         _join_ray()

@@ -53,7 +53,7 @@ class Steps:
         return position, min(position + self.batch_size, end)
 
     def walk(self, position: int, end: int | None) -> Iterator[tuple[list[Share], int]]:
-        """Yields (parts, position after them) of each step from `position`, up to `end`."""
+        """Yields (parts, position after them) of each step from `position` that ends by `end`; None: endlessly."""
         steps = self
         start, stop = self.span(position)
         while end is None or stop <= end:
@@ -62,7 +62,10 @@ class Steps:
             start, stop = self.span(stop)
 
     def read(self, start: int, stop: int) -> tuple[list[Share], Steps]:
-        """Returns (parts of the batch at positions [start, stop), steps that know whether the source draws)."""
+        """Returns (parts of the batch at positions [start, stop), steps to read on with: these know if reading draws).
+
+        Raises `InputError` where the source's length changed, or it gives another number of samples.
+        """
         now = len(self.source)
         if now != self.order.length:
             raise InputError(

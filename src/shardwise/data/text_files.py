@@ -114,7 +114,7 @@ def _object(where: str, value: Any, wanted: str) -> dict[str, Any]:
 
 
 def _rows(path: Path, raw: bytes) -> list[dict[str, Any]]:
-    """Returns the rows of a parquet file, without what is null: that is how a table writes a key that a row lacks."""
+    """Returns a parquet file's rows without nulls, which stand for a key that a row lacks; may raise `InputError`."""
     try:
         from pyarrow import parquet
     except ImportError as error:

@@ -38,7 +38,7 @@ class TileSource:
 
 
 def own_tile(source: Source, engine: Engine) -> Source:
-    """Returns the source of this rank's tile, where the plan cuts space and the source has a `global_shape`."""
+    """Returns the source of this rank's tile; `source` itself unless the plan cuts space and it has `global_shape`."""
     positions, whole = engine.state.forward.positions, getattr(source, "global_shape", None)
     if positions is None or not positions.shapes or whole is None:
         return source
@@ -56,7 +56,7 @@ def predict_to(
 
     batch_size  samples of all ranks together that are computed at once
     select      output -> the one tensor (samples first) that is written
-    Raises `RefusedPlan` under `pp`, and `InputError` where the output is no tensor with samples first.
+    Raises `RefusedPlan` under `pp`; `InputError` for another ending of `path`, or an output that is no such tensor.
     """
     state, path = engine.state, Path(path)
     if state.staged is not None:
@@ -92,7 +92,7 @@ def predict_to(
 
 @torch.no_grad()
 def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> torch.Tensor:
-    """Returns this rank's part of the output for a batch, its sums taken, 16-bit floats as float32."""
+    """Returns this rank's part of the output, sums taken, 16-bit floats as float32; `InputError` for no tensor."""
     forward = engine.state.forward
     output = forward.output(forward.to_device(batch))
     output = output if select is None else select(output)

@@ -54,7 +54,7 @@ def _name(files: list[Path], tokenizer: Tokenizer) -> str:
 
 
 def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
-    """Write the tokens of text files as one .npy vector of the narrowest unsigned dtype, with end tokens."""
+    """Write text files' tokens, with end tokens, as .npy of the narrowest unsigned dtype; `InputError` for no text."""
     assert tokenizer.vocab is not None  # known of folders and of bytes
     dtype = np.dtype(np.uint8 if tokenizer.vocab <= 2**8 else np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
     end = [] if tokenizer.end is None else [tokenizer.end]
@@ -72,7 +72,7 @@ def _write(files: list[Path], tokenizer: Tokenizer, target: Path) -> None:
 
 
 def _texts(file: Path) -> Iterator[str]:
-    """Yields the documents of a file: its text, or that of each record."""
+    """Yields the documents of a file: its text, or that of each record; `InputError` for one without text."""
     held = contents(file, 'expected {"text": ...}')
     if isinstance(held, str):
         yield held

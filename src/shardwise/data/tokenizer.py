@@ -44,7 +44,10 @@ class Tokenizer:
 
 
 def read_tokenizer(spec: Any) -> Tokenizer:
-    """Returns the tokenizer in a folder or file, of an object with `encode`, or of a function; None: UTF-8 bytes."""
+    """Returns the tokenizer in a folder or file, of an object with `encode`, or of a function; None: UTF-8 bytes.
+
+    Raises `InputError` for anything else, and a file that is missing or unreadable.
+    """
     if spec is None:
         return Tokenizer(lambda text: list(text.encode()), _from_bytes, None, BYTES, "bytes")
     if isinstance(spec, str | Path):
@@ -81,7 +84,7 @@ def _usual_end(tokenizer: Any) -> int | None:
 
 
 def _from_folder(path: Path) -> Tokenizer:
-    """Returns the `Tokenizer` of a tokenizer.json, or of the folder that holds it."""
+    """Returns the `Tokenizer` of a tokenizer.json, or of the folder that holds it; `InputError` where it is none."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         beside = ", ".join(sorted(p.name for p in path.iterdir())[:8]) if path.is_dir() else ""
@@ -105,7 +108,7 @@ def _from_folder(path: Path) -> Tokenizer:
 
 
 def _told_end(folder: Path, tokenizer: Any) -> int | None:
-    """Returns the id of the end-of-text token that the files beside tokenizer.json name, or None."""
+    """Returns the end-of-text token's id that files beside tokenizer.json name, or None; `InputError` if unknown."""
     token = _entry(folder / "tokenizer_config.json", "eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
@@ -122,7 +125,7 @@ def _told_end(folder: Path, tokenizer: Any) -> int | None:
 
 
 def _entry(path: Path, key: str) -> Any:
-    """Returns the value of a key in a JSON file; None without such a file or key."""
+    """Returns the value of a key in a JSON file; None without such a file or key, `InputError` for no JSON."""
     if not path.is_file():
         return None
     try:

@@ -55,7 +55,7 @@ class TokenSource:
         return self.span[1] - self.span[0]
 
     def over(self, start: int, stop: int) -> TokenSource:
-        """Returns the windows [start, stop) of this source, as a source."""
+        """Returns the windows [start, stop) of this source, as a source; `InputError` beyond its ends."""
         if not 0 <= start < stop <= len(self):
             raise InputError(f"windows [{start}, {stop}) do not lie in a source of {len(self)}")
         part = copy(self)
@@ -63,7 +63,7 @@ class TokenSource:
         return part
 
     def split(self, held_out: float = 0.05) -> tuple[TokenSource, TokenSource]:
-        """Returns (train, held out): the windows at the end are held out, at least one."""
+        """Returns (train, held out), a share of windows at the end, at least one; `InputError` for too few."""
         if not 0 < held_out < 1:
             raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
         held_windows = max(1, round(len(self) * held_out))
@@ -107,7 +107,7 @@ class TokenSource:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """Returns a file's tokens, mapped, (N,) of an integer dtype: a .npy file's own, `dtype` of a raw one."""
+    """Returns a file's tokens, mapped, (N,) in .npy's own integer dtype, else `dtype`; `InputError` for others."""
     try:
         # .npy says its dtype itself; a raw file has none, so its length must at least fit
         if path.suffix == ".npy":

@@ -65,7 +65,10 @@ class _Spans:
 def read_in_workers(
     steps: Steps, position: int, end: int | None, *, workers: int, ahead: int
 ) -> Iterator[tuple[list[Share], int]]:
-    """Returns (parts, position after them) of each step from `position`, read by `workers` processes."""
+    """Yields (parts, position after them) of each step from `position` up to `end`, read by `workers` processes.
+
+    Raises a read's own error, or `RunError` where a worker fails. `ahead`: steps that each reads in advance.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     loader: Any = DataLoader(

@@ -47,8 +47,8 @@ def export(
     merge     the engine's adapters, or those in a folder that peft reads (`weights`), are merged into the model of
               the folder `source`, in float32 and by rank 0 alone
 
-    Raises `InputError` for weights that `from_pretrained` would not find under their names (adapters' among them),
-    before anything is written.
+    Raises `InputError`, before anything is written, where the folder exists, and for weights that `from_pretrained`
+    would not find under their names (adapters' among them). It closes the engine.
     """
     folder = Path(folder)
     writes = not isinstance(weights, Engine) or weights.rank == 0
@@ -102,9 +102,9 @@ def _export_merged(
 
 
 def save_adapters(engine: Engine, folder: str | Path) -> Path:
-    """Write the engine's adapters in a folder, as `peft.PeftModel.from_pretrained` reads them. Collective.
+    """Write the engine's adapters as `peft.PeftModel.from_pretrained` reads them; returns the folder. Collective.
 
-    Their tensors alone are gathered, one by one, and rank 0 writes them.
+    Their tensors alone are gathered, one by one, and rank 0 writes them. Raises `InputError` for a model without any.
     """
     if not has_adapters(engine.module):
         raise InputError("save_adapters: peft has written no adapters into this model: hf.export writes whole weights")
@@ -278,7 +278,7 @@ def _copy_others(source: Any, folder: Path) -> None:
 
 
 def merge_run(run: Path, source: str | None, target: Path) -> Path:
-    """Write a run's model, its adapters merged, as a folder that `from_pretrained` reads; returns it.
+    """Write a run's model, adapters merged, as a folder for `from_pretrained`; returns it; `InputError` without any.
 
     source   the folder that the adapters were trained on; None: that of the run's task
     """

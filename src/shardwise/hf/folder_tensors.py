@@ -45,7 +45,7 @@ class Checkpoint:
         return name in self.files
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns one whole tensor on the CPU, in `dtype` or as the file has it.
+        """Returns one whole tensor on the CPU, in `dtype` or as the file has it; `InputError` where it cannot be read.
 
         By plain reads of some MB each: pages of a mapped file would stay in this process's resident set, and a tensor
         that is converted as a whole would be there twice.
@@ -67,7 +67,7 @@ class Checkpoint:
         return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
 
     def _file_of(self, name: str) -> Stored:
-        """Returns the file that holds a tensor, its header read once."""
+        """Returns the file that holds a tensor (`InputError` where it lacks it), its header read once."""
         file = self.files[name]
         if file not in self._open:
             self._open[file] = of_safetensors(self.folder / file)
@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Returns {tensor: name of its file} of a folder."""
+    """Returns {tensor: name of its file} of a folder; `InputError` for one without safetensors."""
     # an index, where weights are in several files; else one file without one
     if (folder / INDEX).exists():
         try:

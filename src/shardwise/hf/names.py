@@ -45,7 +45,10 @@ class Recipe:
 
 
 def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
-    """Returns {name in the model: recipe that makes it} of the checkpoint's tensors. `model` is on the meta device."""
+    """Returns {name in the model: recipe that makes it} of the checkpoint's tensors, shapes alone being read.
+
+    Raises `InputError` for a transformers before 5, and for damaged files.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

@@ -78,7 +78,7 @@ class Weights:
         return ""
 
     def fill_by_names(self, module: nn.Module) -> None:
-        """Write the folder's tensors into a module that is not of transformers, by names as on disk."""
+        """Write the folder's tensors by name into a module not of transformers; `InputError` where they do not fit."""
         tensors = dict(_tensors(module))
         plain = {name: Recipe(name, ((name, None),), None, {name: self.checkpoint.outline(name).shape})
                  for name in self.checkpoint.files}  # fmt: skip
@@ -89,7 +89,7 @@ class Weights:
             write_from(tensors[name], partial(self.checkpoint.read, stored_as, tensors[name].dtype))
 
     def _matched(self, model: nn.Module, made: dict[str, Recipe]) -> dict[str, tuple[str, Recipe]]:
-        """Returns {parameter or kept buffer: (name of its recipe, recipe)}; raises `InputError` for missing ones."""
+        """Returns {parameter or kept buffer: (name of recipe, recipe)}; `InputError` for missing ones, unless `new`."""
         recipes: dict[str, tuple[str, Recipe]] = {}
         missing = []
         aliases = _aliases(model)

@@ -92,7 +92,7 @@ def _refuse_secrets(files: dict[str, str]) -> None:
 
 
 def write(files: dict[str, str], folder: Path) -> list[Path]:
-    """Write the files into a folder; returns their paths, the one that is submitted first."""
+    """Write the files into a folder; returns their paths, the one to submit first; `InputError` where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
@@ -130,7 +130,10 @@ def submit(chosen: LaunchEngine, job: LaunchJob, path: Path) -> tuple[int, str]:
 
 
 def ask(chosen: LaunchEngine, what: str, name: str) -> int:
-    """Run the client's words for `what` ("status", "follow", "stop") of a job, here; returns its exit code."""
+    """Run the client's words for `what` ("status", "follow", "stop") of a job; returns its exit code, 0 after ctrl-C.
+
+    Raises `InputError` where the client has no such words, or is not installed here.
+    """
     text: str = getattr(chosen, what)
     if not text:
         where = "its client stays with the job, and shows it" if chosen.waits else f"use {chosen.status}"

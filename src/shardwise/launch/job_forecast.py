@@ -14,7 +14,7 @@ SHOWN = 1  # lines of a forecast: its step; the others are `simulate`'s
 
 
 def job_cost(effective: Effective, cluster: Cluster, price: float, say: Say = silent) -> JobCost:
-    """Returns the forecast cost of a run of this configuration on a cluster."""
+    """Returns a run's forecast cost, `price` of a device-hour; `InputError` or `RefusedPlan` where it cannot run."""
     plan = effective.plan
     check_plan(plan, cluster)
     job = make_job(effective, keep=True)

@@ -134,7 +134,7 @@ _SMALLER = "`shardwise plan` with this cluster proposes plans that fit"
 
 
 def job_name(asked: str | None, target: str) -> str:
-    """Returns the job's name: as asked, which must be one that every engine takes, else made from the target."""
+    """Returns the job's name: as asked (`InputError` unless every engine takes it), else made from the target."""
     # what the user chose must be taken everywhere, since the command to ask about the job has it too
     if asked is not None:
         if not _NAME.fullmatch(asked) or len(asked) > MOST_NAME:

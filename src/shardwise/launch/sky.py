@@ -45,7 +45,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _accelerators(job: LaunchJob) -> dict[str, Any]:
-    """Returns {"accelerators": "H100:8"}, by SkyPilot's name of the device; {} for CPUs."""
+    """Returns {"accelerators": "H100:8"}, by SkyPilot's name; {} for CPUs, `InputError` where no device is known."""
     if not job.accelerated:
         return {}
     name = job.accelerator or job.device_name.partition("-")[0].upper()
@@ -55,7 +55,7 @@ def _accelerators(job: LaunchJob) -> dict[str, Any]:
 
 
 def _mounts(job: LaunchJob) -> dict[str, Any]:
-    """Returns SkyPilot's entry that mounts the folder of runs: a volume, or, for a single node, a cached bucket."""
+    """Returns SkyPilot's entry that mounts the folder of runs: a volume, or a bucket (several nodes: `InputError`)."""
     assert job.volume is not None
     if "://" not in job.volume:
         return {"volumes": {job.folder: job.volume}}

@@ -14,7 +14,7 @@ def _render(job: LaunchJob) -> dict[str, str]:
 
 
 def _submit(job: LaunchJob, path: str) -> list[str]:
-    """Returns the words that start the file's ranks on this host."""
+    """Returns the words that start the file's ranks on this host; `InputError` for a job of several."""
     if job.nodes > 1:
         raise InputError(
             f"torchrun starts the ranks of one host, and the job has {job.nodes}: run bash {path} NUMBER HOST0 on "

@@ -52,7 +52,10 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
 def of_size(
     pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf, *, halo: bool = False
 ) -> list[Message]:  # fmt: skip
-    """Returns rows of each collective with a tensor of `size_bytes`; `halo`: an exchange between neighbours too."""
+    """Returns rows of each collective with a tensor of `size_bytes`, in about `may_s` seconds.
+
+    halo  an exchange between neighbours too
+    """
     device, ranks = pace.device, axis.size
     chunk = max(1, size_bytes // 4 // ranks)
     full, other = (torch.zeros(chunk * ranks, device=device) for _ in range(2))

@@ -23,7 +23,10 @@ def disk_rate() -> float:
 
 
 def file_rates(groups: int, group_bytes: int) -> dict[str, float]:
-    """Returns {"write", "read": bytes a second} of a tier's file of `groups` sub-groups, moved without an update."""
+    """Returns {"write", "read": bytes a second} of a tier's file of `groups` sub-groups, moved without an update.
+
+    Raises `RefusedPlan` where temporary files lie in memory, or have no room.
+    """
     parts = [Subgroup([], number, size=group_bytes) for number in range(groups)]
     file, rates = StateFile(parts, 0), {}
     for part in parts[:BUFFERS]:

@@ -63,7 +63,7 @@ PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8  # each of what is left then
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
-    """Returns the median seconds of a call: what a step takes as a rule, not the best of all."""
+    """Returns the median seconds of a call, of 3 or more within `budget_s`: what it takes as a rule, not the best."""
     call()
     synchronize(device)
     times: list[float] = []
@@ -230,7 +230,7 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
 
 
 def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, quick: bool) -> Cluster:
-    """Returns the probe of ranks that a launcher started: all nodes at the same time, then between the nodes."""
+    """Returns the probe of a launcher's ranks, all nodes at once, then between; `InputError` for other `ranks`."""
     if ranks is not None and ranks != place.world_size:
         raise InputError(
             f"{place.named} started {place.world_size} rank(s), which measure: leave --ranks {ranks} out, or start "

@@ -28,7 +28,7 @@ STEPS = 4  # the first is not timed
 def run_alone(
     make: Callable[[], Task], plan_text: str, samples: int, rank: int, randomness: Randomness
 ) -> dict[str, Any]:
-    """Runs the steps of one rank, in a process of its own; returns bytes and seconds by name."""
+    """Runs the steps of one rank, in a process of its own; returns bytes and seconds by name; raises as a run does."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -174,7 +174,7 @@ def steps_within(left_s: float, step_s: float) -> int:
 
 
 def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, int]:
-    """Returns (layout, trace, samples of a batch) of a reference task under a plan."""
+    """Returns (layout, trace, samples of a batch) of a reference task under a plan; raises as `of_plan` does."""
     assert task.batch is not None
     samples = len(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)

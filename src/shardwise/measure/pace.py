@@ -38,7 +38,7 @@ class Budget:
     began: float = field(default_factory=time.time)  # when it was made; seconds of the host's clock
 
     def left_s(self, device: torch.device | None = None) -> float:
-        """Returns the seconds that are left, the mean over ranks, so that all decide alike. Collective, on `device`."""
+        """Returns the seconds that are left, below 0 once over, the mean over ranks, alike on all. Collective."""
         return over_ranks(self.began + self.seconds - time.time(), device)
 
     def part(self, share: float, device: torch.device | None = None) -> Budget:
@@ -149,7 +149,7 @@ def pace_beside(
 
 
 def over_ranks(value: float, device: torch.device | None = None) -> float:
-    """Returns the mean of `value` over ranks, the same on each of them. Collective."""
+    """Returns the mean of `value` over ranks, by tensors on `device` (None: the CPU), alike on all. Collective."""
     if not dist.is_initialized():
         return value
     row = torch.tensor([value], dtype=torch.float64, device=device)

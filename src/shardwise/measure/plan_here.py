@@ -27,7 +27,7 @@ def ranks_at_hand() -> int:
 
 
 def batches_of(task: Task, samples: int) -> Callable[[int], Any]:
-    """Returns step -> global batch: the task's own, or so many samples of its source, in their order."""
+    """Returns step -> global batch: the task's own, or so many samples of its source, in order, round and round."""
     if task.batch is not None:
         return task.batch
     from shardwise.random.reading_seeds import drawing
@@ -74,7 +74,9 @@ def steps_of_a_rank(
 def measure_here(
     make: Callable[[], Task], plan: Plan, samples: int, steps: int = STEPS, randomness: Randomness = "global"
 ) -> dict[str, Any]:
-    """Run a plan for a few steps here; returns "step_s" and bytes of the slowest and fullest ranks, loss, load.
+    """Run a plan for a few steps here; returns {"step_s", "peak_live", "received_bytes", "loss", "steps", "load"}.
+
+    Seconds of the slowest rank, bytes of the fullest; "steps" counts two before them that are not timed.
 
     `make` builds the task and can be pickled; `samples` are those of a step, of a task that reads a source. Raises
     `RefusedPlan` for a plan that cannot run or needs more ranks than are at hand.

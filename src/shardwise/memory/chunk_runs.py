@@ -266,7 +266,7 @@ class _Gradient:
         return here
 
     def value(self) -> torch.Tensor | None:
-        """Returns the gradient over all turns, in the input's dtype."""
+        """Returns the gradient over all turns, in the input's dtype; None where no turn gave one."""
         total, last = self.total, self._last
         if total is None or last is None:
             return None

@@ -45,7 +45,7 @@ class Unmade(torch.Tensor):
 class Tried(NamedTuple):
     """Outcome of a call on tensors without values: a verdict, its results, and a number, the same for equal calls."""
 
-    what: str  # "waits", "ends", "tells", or "whole": it is not chunked
+    what: str  # "waits", "ends", "tells"; "whole" or "writes": it is not chunked
     like: Any = None  # results without values, as the call gives them
     number: int = 0
 

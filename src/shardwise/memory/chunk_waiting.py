@@ -106,7 +106,7 @@ class WaitingCall:
                 )
 
     def made(self) -> Any:
-        """Returns the call's results, computed whole and once."""
+        """Returns the call's results, computed whole and once; raises as `check` where they were not yet."""
         if self.values is None:
             self.check()
             args, kwargs = replaced(Waiting, Waiting.made, (self.args, self.kwargs))

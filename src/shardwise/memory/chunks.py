@@ -182,7 +182,7 @@ def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
 
 
 def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
-    """Returns the rows as a `Waiting` tensor, chunks cut along the longest dim; of (B * S, H), along B or S."""
+    """Returns rows as a `Waiting` tensor, cut along the longest dim, of (B * S, H) along B or S; None if that fails."""
     base = rows._base if rows.dim() == 2 else None
     if base is None or base.dim() < 3 or base.shape[-1] != rows.shape[-1] or base.numel() != rows.numel():
         base = rows  # no view of (batch, sequence, hidden): cut as it is

@@ -51,7 +51,7 @@ class DecoderConfig:
 
     @classmethod
     def preset(cls, name: str) -> DecoderConfig:
-        """`nano`: 1.05M parameters, trains on a CPU. `1b`: 1.24B parameters, the shape of Llama 3.2 1B."""
+        """Returns `nano` (1.05M parameters, for a CPU) or `1b` (1.24B, as Llama 3.2 1B); `ValueError` for others."""
         presets = {
             "nano": cls(),
             "1b": cls(
@@ -159,7 +159,7 @@ def generate(
 ) -> Tensor:
     """Returns `tokens` (B, S) and `length` more, each from one full forward pass; temperature 0 takes the likeliest.
 
-    Past the context, the model sees the last `context` tokens. Dropout is off meanwhile.
+    Past the context, the model sees the last `context` tokens. Dropout is off meanwhile. `generator` None: torch's own.
     """
     was_training = model.training
     model.eval()

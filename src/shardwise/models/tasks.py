@@ -277,7 +277,7 @@ def _hf_vit_model() -> nn.Module:
 
 
 def hf_llama() -> Task:
-    """Returns a task: `LlamaForCausalLM` of transformers, unchanged."""
+    """Returns a task: `LlamaForCausalLM` of transformers, unchanged; all `hf_*` raise `InputError` without it."""
     _transformers()
     return Task(
         model=_hf_llama_model, loss=next_token_loss, inputs=hf_tokens, optimizer=adamw,

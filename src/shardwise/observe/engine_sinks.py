@@ -33,7 +33,7 @@ RECENT = 20  # records that tell how long a step takes
 
 
 def engine_sinks(environ: Mapping[str, str], checkpoints: Path, steps: int) -> list[Sink]:
-    """Returns the sinks of the engine that this environment is of, for a run of `steps` steps."""
+    """Returns the sinks of this environment's engine, [] for none; `checkpoints`, `steps`: the run's folder, length."""
     sinks: list[Sink] = []
     if all(environ.get(name) for name in TRAIN_JOB):
         sinks.append(TrainJobStatus(*(environ[name] for name in TRAIN_JOB), steps=steps))

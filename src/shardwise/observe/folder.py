@@ -35,7 +35,7 @@ LEAST_BYTES = 2**16  # what a run writes beside its weights and metrics
 
 
 def make_folder(out: str | Path, name: str) -> Path:
-    """Returns a new folder below `out`; a second run in the same second gets a number."""
+    """Returns a new folder below `out`, numbered if the second has one already; `InputError` where none can be made."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         folder = Path(out) / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
@@ -93,5 +93,5 @@ def versions(device: str) -> dict[str, str]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write the value as indented JSON."""
+    """Write the value as indented JSON; numbers that are not finite become null."""
     path.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -67,7 +67,7 @@ class StepProfile:
 
     @contextmanager
     def inside(self, step: int, part: str) -> Iterator[None]:
-        """Context around a step's input or the step itself."""
+        """Context around a step's "input" or the "step" itself (`part`); does nothing outside the range."""
         if step not in self.steps:
             yield
             return

@@ -61,7 +61,7 @@ def _speed(summary: dict[str, Any]) -> str:
 
 
 def _forecast(forecasts: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Returns forecast beside measurement, where the run had a cluster."""
+    """Returns (label, text) rows of forecast beside measurement, the label once; [] for a run without a cluster."""
     rows: list[tuple[str, str]] = []
     forecasts = forecasts or {}
     for name, (forecast, measured) in forecasts.get("beside", {}).items():

@@ -85,7 +85,10 @@ class Slower:
         self.remarks: dict[str, str] = {}  # by axis, a remark on what was not looked at
 
     def note(self, layout: Layout, forecast: Forecast | None) -> None:
-        """Record the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit."""
+        """Record the forecast of a layout that uses tp or pp alone; `forecast` is None where it does not fit.
+
+        Other layouts, and those with recompute or zero 2 or 3, are ignored.
+        """
         key = _axis(layout)
         # recompute and zero 2 and 3 cost time of their own, which would hide what the axis costs
         if key is None or layout.recompute != "none" or layout.sharded.gradients:
@@ -101,7 +104,7 @@ class Slower:
         seen.hopes = min(seen.hopes, seconds - max(0.0, forecast.parts["compute"] - self.least))
 
     def beyond(self, layout: Layout) -> bool:
-        """Whether to skip a layout: a smaller degree of its tp or pp was already slower, and not for lack of memory."""
+        """Whether to skip a layout, with a remark: a smaller degree of its tp or pp was slower, not short of memory."""
         for (axis, degree), seen in self.alone.items():
             same = _axis(layout) == (axis, degree)
             # where memory limited the smaller degree, a larger one may still be faster:

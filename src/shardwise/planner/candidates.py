@@ -108,7 +108,7 @@ def divisors(n: int) -> list[int]:
 
 @cache
 def micro_batches(samples: int, most: int | None = None) -> list[int]:
-    """Returns sizes of micro-batch to try, ascending, up to all `samples` of a rank's step at once."""
+    """Returns divisors of a rank's `samples` to try, up to `most`, ascending; above `FEW` powers of two, and all."""
     powers = samples > FEW
     sizes = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
     return [d for d in sizes if most is None or d <= most]
@@ -169,7 +169,7 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
 
 
 def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constraints: Constraints) -> Iterator[Layout]:
-    """Yields layouts of `base` with each choice of ZeRO, micro-batch, recompute, schedule and ep."""
+    """Yields layouts of `base` on `dp` data ranks of `per_rank` samples: ZeRO, micro-batch, recompute, schedule, ep."""
     for zero, shard in _sharding(base, dp, node, constraints):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:

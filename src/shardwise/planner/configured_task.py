@@ -92,6 +92,7 @@ class Configured:
 def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Configured:
     """Returns the model of a `config.json` (the file, its folder, or the object) as a task, on samples of `seq` tokens.
 
+    seq            of a sound, values or columns; None where the model reads no tokens, or a length that it names itself
     channels_last  a model of images has its weights, and so what its convolutions compute, in that layout
     Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
     """
@@ -117,7 +118,7 @@ def configured(path: Any, seq: int | None, *, channels_last: bool = False) -> Co
 
 
 def head_of(config: Any, path: str) -> tuple[str, list[str]]:
-    """Returns (name of the head that a configuration means, remarks on the choice)."""
+    """Returns (name of the head that a configuration means, `BASE` for none; remarks on it). Raises `InputError`."""
     able = _usual_first(config, heads_of(config))
     named, base = getattr(config, "architectures", None) or (), base_class(config)
     for head in able:
@@ -150,7 +151,10 @@ def sizes_of(sample: Sample) -> str:
 
 
 def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
-    """Returns (remarks, whether transformers' own model has another number of parameters than `shape`)."""
+    """Returns (remarks, whether transformers' own model has another number of parameters than `shape`, by over 0.2%).
+
+    False where transformers does not build it.
+    """
     try:
         config = copy.deepcopy(read_config(path))
         with torch.device("meta"):
@@ -187,7 +191,10 @@ def samples(
 
     kind     the class of the model
     labels   their kind as in `labels_of`; "" for a model without labels
+    seq      tokens, or a sound's length; None where none was given
     notes    remarks on what was assumed are added
+
+    Raises `InputError` for inputs and labels that are not made up here, and a `seq` that is missing or not read.
     """
     takes, main = tuple(inspect.signature(kind.forward).parameters), main_input(kind)
     reads_text = main == "input_ids"

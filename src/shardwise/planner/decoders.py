@@ -48,7 +48,7 @@ def decoder_by_name(name: str) -> Shape:
 
 
 def read_file(path: str) -> tuple[dict[str, Any], Path]:
-    """Returns the keys of a transformers `config.json` (the file, or the folder that holds it), and the file."""
+    """Returns (the keys of a transformers `config.json`, given by file or folder; the file). Raises `InputError`."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def read_file(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def decoder_from_config(path: str) -> Shape:
-    """Returns the shape that a transformers `config.json` (the file, or the folder that holds it) describes."""
+    """Returns the shape that a `config.json` (the file, or its folder) describes; raises as `shape_of_config`."""
     config, file = read_file(path)
     return shape_of_config(config, str(file))
 
@@ -103,7 +103,7 @@ def _not_described(where: str, why: str) -> str:
 
 
 def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily, where: str) -> Shape:
-    """Returns the shape of a member of a family. `numbers`: by the keys of `WORDS`, 0 where the file gives none."""
+    """Returns a member's shape; may raise `InputError`. `numbers`: by the keys of `WORDS`, 0 where none is given."""
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
     # the first layers of some mixtures have one plain feed-forward; a model without experts has nothing else

@@ -64,6 +64,9 @@ def subject_of(
     say   is told what is being traced
     randomness  as in `parallelize`: of dropout in a module that is traced
     channels_last  the layout of a configured model's images: by default on accelerators
+    global_batch, seq  numbers or texts ("16M-tokens", "8k"); None: the task's own, which a name lacks
+
+    Raises `InputError` for arguments that the task lacks or does not take, `RefusedPlan` where it has no forecast.
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
@@ -117,7 +120,7 @@ class _Where:
             raise InputError(f"--channels-last is for the images of a configuration, not for {what}: leave it out")
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
-        """Returns the subject of a decoder that is forecast from its numbers alone."""
+        """Returns the subject of a decoder by its numbers; `InputError` with randomness, without samples or length."""
         self.refuse_layout(name)
         if self.randomness != "global":
             raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
@@ -129,7 +132,7 @@ class _Where:
     def traced(
         self, task: Task, samples: int | None, remarks: tuple[str, ...] = (), layers: AlikeLayers | None = None
     ) -> Subject:
-        """Returns the subject of a task whose module is traced; `layers`: alike ones, of which few are traced."""
+        """Returns the subject of a task, traced (fp8: `InputError`); `layers`: alike ones, of which few are traced."""
         from shardwise.planner.traced_layouts import default_samples, traced_subject
 
         if self.software.fp8:
@@ -153,7 +156,7 @@ class _Where:
         )  # fmt: skip
 
     def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
-        """Returns a configuration's subject: by its numbers where they describe transformers' model, else traced."""
+        """Returns a configuration's subject, by its numbers or else traced; `InputError` where neither can be."""
         named = decoders.read_file(path)[0].get("model_type")
         try:
             shape = decoders.decoder_from_config(path)
@@ -176,7 +179,7 @@ class _Where:
         return replace(self.by_numbers(path, shape, samples, length), remarks=(*self.remarks, *remarks))
 
     def adapted(self, named: str, lora: LoraSection, samples: int | None, length: int | None) -> Subject:
-        """Returns the subject of a model without data, with adapters: its modules are built and traced."""
+        """Returns the subject of a model without data, with adapters, traced; `InputError` without transformers."""
         if find_spec("transformers") is None:
             raise InputError(f"--lora: {named} is built by transformers: pip install 'shardwise[lora]'")
         if named.endswith(".json") or Path(named).is_dir():
@@ -195,7 +198,7 @@ class _Where:
         self, name: str, keys: dict[str, Any], samples: int | None, length: int | None,
         lora: LoraSection | None = None,
     ) -> Subject:  # fmt: skip
-        """Returns the subject of a packaged model that is no decoder: built by transformers, and traced."""
+        """Returns the subject of a packaged model that is no decoder, traced; `InputError` without transformers."""
         if find_spec("transformers") is None:
             raise InputError(f"{name} is built by transformers: pip install 'shardwise[hf]'")
         from transformers import AutoConfig
@@ -206,7 +209,7 @@ class _Where:
         self, path: str, samples: int | None, length: int | None, *remarks: str, lora: LoraSection | None = None,
         config: Any = None,
     ) -> Subject:  # fmt: skip
-        """Returns the subject of transformers' model, traced on the first made-up sample that it accepts."""
+        """Returns transformers' model's subject, traced on the first made-up sample it takes; `InputError` for none."""
         from shardwise.planner.alike_layers import AlikeLayers, alike_layers, with_layers
         from shardwise.planner.configured_task import configured
 
@@ -257,7 +260,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
 
 
 def layout_of(plan: Plan, subject: Subject) -> Layout:
-    """Returns the plan's layout for the subject's global batch; dealt unevenly only for a task of one's own."""
+    """Returns the plan's layout for the subject's batch, dealt unevenly for an own task alone; raises as `of_plan`."""
     return of_plan(plan, global_batch=subject.global_batch, seq=subject.seq, uneven=subject.own)
 
 
@@ -305,7 +308,10 @@ def simulate(
     randomness: Randomness = "global",
     channels_last: bool | None = None,
 ) -> Forecast:
-    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure."""
+    """Returns the forecast of one step of one plan: time by part, memory by stage, timeline, basis of each figure.
+
+    Arguments are those of `plan`. Raises `RefusedPlan` for a plan that cannot run, `InputError` for too few devices.
+    """
     where = Cluster.parse(cluster)
     parsed = plan_for(task, plan, where.device)
     check_plan(parsed, where)

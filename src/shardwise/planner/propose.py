@@ -67,7 +67,7 @@ def search(
 
     An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.
 
-    show  is given the best few so far, and of how many, once while the search goes on
+    show  is given the best few so far, and of how many, once while the search goes on; `constraints` None: none
     """
     began = time.monotonic()
     constraints = constraints or Constraints()
@@ -319,7 +319,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
 
 
 def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, say: Say) -> Search:
-    """Simulates the layouts of `_chosen` and returns them as a sorted `Search`."""
+    """Simulates the layouts of `_chosen` and returns them as a sorted `Search`; raises `InputError` if none fits so."""
     run, later = _chosen(looked.fits, precision)
     # nothing that this version runs fits: plans that it only forecasts are shown
     if not run:
@@ -374,7 +374,10 @@ def _none_fits(proposals: list[Proposal], capacity: float) -> InputError:
 def _exact(
     subject: Subject, proposals: list[Proposal], precision: str, capacity: float, say: Say
 ) -> list[Proposal]:  # fmt: skip
-    """Returns the proposals sorted anew, the first `EXACT` forecast again from traces of their own micro-batch."""
+    """Returns the proposals sorted anew, the first `EXACT` forecast again from traces of their own micro-batch.
+
+    Those that do not fit by these are left out; raises `InputError` where none is left.
+    """
     assert subject.exact is not None
     out, done = proposals, set[Layout]()
     # an exact forecast may be slower and move a rough one to the front: repeat until all in front are exact

@@ -30,7 +30,12 @@ SIXTEEN_BITS = tuple(name for name, row in PRECISIONS.items() if BYTES[row.compu
 
 @dataclass(frozen=True)
 class Subject:
-    """What a search needs to know about a model: its layouts, a quick estimate, a simulation."""
+    """What a search needs to know about a model.
+
+    layers, global_batch, seq  blocks; samples of a step; tokens of a sample, 1 for a task that is traced
+    layouts   (devices, constraints) -> those to look at
+    estimate  seconds of a step, quickly; `memory`: of the fullest rank; `simulate` raises `RefusedPlan`
+    """
 
     name: str
     layers: int

@@ -310,6 +310,8 @@ def traced_subject(
 ) -> Subject:  # fmt: skip
     """Returns the `Subject` of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp, pp, recompute.
 
+    global_batch  samples of a step; None: `default_samples`
+    wanted   recompute policies to try beside "none"
     cuts     whether a search looks at tp and pp
     samples  the two sizes of micro-batch that are traced, or the only one, twice; larger ones are on the line through
              the two, where both ran the same operations
@@ -317,6 +319,8 @@ def traced_subject(
     remarks  to be told beside its own
     randomness  as in `parallelize`
     layers   of a configured model: the whole is told of few of them, where they are alike
+
+    Raises `RefusedPlan` for loss_scope="model", `InputError` where the module cannot be traced.
     """
     batch = default_samples(task) if global_batch is None else global_batch
     traced = Traced(task, cluster, software, precision, samples, cuts, say, remarks, randomness, layers)

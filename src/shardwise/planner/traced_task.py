@@ -155,7 +155,7 @@ class Traced:
 
     @cached_property
     def first(self) -> StepTrace:
-        """Returns the trace of the smaller of the two micro-batches, without recompute."""
+        """Returns the trace of the smaller of the two micro-batches, without recompute; may raise `InputError`."""
         began = process_time()
         try:
             smaller = self._trace(self.samples[0], PLAIN, 0)
@@ -183,9 +183,9 @@ class Traced:
         return first.balanced or (first.chose and self.analysis.holds_experts)
 
     def model(self, blocks: BlockMemory | str, data_ranks: int = 1, micro: int | None = None) -> Model:
-        """Returns the `Model` of the uncut module: two traces, between which `micro` samples are interpolated.
+        """Returns the uncut module's `Model`: two traces, between which `micro` lies; may raise `InputError`.
 
-        blocks  what its blocks do for memory, or how they recompute alone
+        blocks  what they do for memory, or how they recompute alone; `micro` itself is traced where the two's ops vary
         """
         blocks = BlockMemory(blocks) if isinstance(blocks, str) else blocks
         joined = self.joined(blocks.recompute, data_ranks)
@@ -212,7 +212,7 @@ class Traced:
         return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, blocks: BlockMemory, joined: int) -> StepTrace:
-        """Returns the trace of `count` samples, cached; extended from few layers where the module has alike ones."""
+        """Returns the trace of `count` samples, cached; may raise `InputError`; of few layers where they are alike."""
 
         def made() -> StepTrace:
             few = self._of_few(lambda few: few._trace(count, blocks, joined), longer_trace)
@@ -296,7 +296,7 @@ class Traced:
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
-        """Returns a `Model` of each rank that differs under these cuts; of alike layers, without pp, by two depths."""
+        """Returns a `Model` of each differing rank of these cuts; alike layers by two depths. Raises `RefusedPlan`."""
         if key.pp == 1 and (models := self._of_few(lambda few: few.ranks(key, sizes, beside, place), _longer_rows)):
             self.spent += sum(len(sizes) * few.model("none").small.kernels for few in self.few)
             return cast(list[Model], models)
@@ -371,7 +371,7 @@ class Traced:
         refuse_optimizer(self.nature, layout.sharded, layout.tp, layout.ep, layout.pp)
 
     def weights_alone(self, layout: Layout) -> float:
-        """Returns the bytes of weights on a rank, at least, where they alone are more than its device has; else 0."""
+        """Returns the bytes of weights on a rank, at least, if more than its device has; 0 if not, or offloaded."""
         if placements(layout.offload, "parameters"):
             return 0.0
         ranks = layout.tp * layout.pp * layout.ep * (layout.shard_ranks if layout.sharded.weights else 1)
@@ -406,7 +406,7 @@ class Traced:
         return [memory(rank, layout, self.precision, batch) for rank in ranks]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
-        """Returns the forecast of one optimizer step of `batch` samples under a layout."""
+        """Returns the forecast of one optimizer step of `batch` samples under a layout; raises `RefusedPlan`."""
         self._refuse(layout)
         soft = as_planned(self.software, layout)
         ledgers, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)

@@ -77,7 +77,10 @@ def jobs(
     subject: Subject, cluster: Cluster, result: Search, constraints: Constraints, precision: str,
     asked: AskedJob,
 ) -> list[JobCost]:  # fmt: skip
-    """Returns the cost of the job on all devices, then on fewer where it fits; [] where no job was given."""
+    """Returns the cost of the job on all devices, then on fewer where it fits; [] where no job was given.
+
+    Raises `InputError` for a job in tokens of samples that are not of tokens.
+    """
     forecast, price = result.best.forecast, asked.price
     if asked.tokens is not None:
         if forecast.tokens is None:

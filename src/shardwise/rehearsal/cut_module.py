@@ -67,7 +67,10 @@ MessageSpec = list[TensorSpec]  # of the tensors of a message
 
 
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
-    """Returns the axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
+    """Returns the axes that cut positions, outermost first, of the rank at `place` (by default the first).
+
+    ledger  what their collectives are counted in; `gloo`: whether ranks are CPUs, whose messages are copied
+    """
     places = dict(enumerate(place))
     axes = [
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
@@ -238,7 +241,7 @@ class TaskAnalysis:
         return few_samples(self.task, Plan(), Axis.alone("data"), torch.device("cpu"))
 
     def derived(self, plan: Plan) -> Derived | None:
-        """Returns the cuts of tp, None without tp."""
+        """Returns the cuts of tp, None without tp; `RefusedPlan` as in a run."""
         if plan.tp == 1:
             return None
         dealt = names_of(self.stacks(plan))
@@ -249,7 +252,7 @@ class TaskAnalysis:
         ))  # fmt: skip
 
     def positions(self, plan: Plan) -> Positions | None:
-        """Returns which dims of the batch are cut, into tiles or shares of a sequence; `RefusedPlan` as in a run."""
+        """Returns which dims of the batch are cut into tiles or shares; None without; `RefusedPlan` as in a run."""
         if plan.cut_positions == 1:
             return None
         dealt = {"dp_shard": plan.dp_shard, "ep": plan.ep} if plan.ep > 1 else {}
@@ -278,7 +281,7 @@ class TaskAnalysis:
         return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.dtype_of)
 
     def stacks(self, plan: Plan) -> list[Stack]:
-        """Returns the modules whose experts ep deals."""
+        """Returns the modules whose experts ep deals; [] without ep, `RefusedPlan` as in a run."""
         if plan.ep == 1:
             return []
         return once(self._stacks, (plan.ep, plan.precision), lambda: look_for_experts(
@@ -316,7 +319,7 @@ class CutRehearsal:
         self.sent_by_stage: dict[tuple[Place, int, int], dict[int, MessageSpec]] = {}
 
     def _cut(self) -> StagePlacement:
-        """Returns the stages of the module's forward, as the first rank of the pipeline sees them."""
+        """Returns the forward's stages, as the pipeline's first rank sees them; `RefusedPlan` if it takes gradients."""
         built, precision = self.looks.built, Precision.of(self.plan)
         blocks = blocks_of(built.module, self.plan.wrap, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]

@@ -90,13 +90,13 @@ class Fused(TorchFunctionMode):
 
 
 def _kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Kernel | None:
-    """Returns the CPU's kernel, given tensors in their own dtype, where a GPU has one for a block of a ring."""
+    """Returns the CPU's kernel, given tensors in their own dtype, where a GPU has one for a ring's block, else None."""
     kernel = None if q.dtype == torch.float64 else _KERNEL_FOR(q, k, v, causal, scale)
     return kernel and replace(kernel, widens=False)
 
 
 def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:
-    """Returns a context for forward and backward: attention and dropout as on a GPU (`yes`), or as they are."""
+    """Returns a context for forward and backward: attention and dropout as on a GPU if `yes`; `scores`: of `Fused`."""
     return Fused(scores) if yes else nullcontext()
 
 

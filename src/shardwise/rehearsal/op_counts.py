@@ -227,6 +227,8 @@ def update_of(task: Task, at_once: bool = False) -> Update:
 
     at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
               for all of them
+
+    Raises `InputError` for an optimizer that needs a closure.
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
     others = [nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, 64))]

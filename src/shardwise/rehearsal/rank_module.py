@@ -60,7 +60,7 @@ class RankModule:
     result_hooks: ResultHooks | None = None  # of the module that was built, before hooks of this package are on it
 
     def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
-        """Returns (module, its blocks) with this rank's shares, in the order in which a run applies techniques."""
+        """Returns (module, its blocks) with this rank's shares, techniques in a run's order; refuses as a run does."""
         model = build(self.shares.task, self.fake, self.precision)
         blocks = blocks_of(model, self.shares.plan.wrap, nested=self.shares.task.branches == "same")
         absent = cut.absent if cut is not None else set()

@@ -425,7 +425,7 @@ def _made_up(weight: torch.Tensor) -> torch.Tensor:
 def trace_of(
     shares: CutRehearsal, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
 ) -> RankTrace:  # fmt: skip
-    """Returns the trace of one rank of a task under cuts. Raises `InputError` for a module that cannot be traced.
+    """Returns the trace of one rank under cuts; `InputError` where it cannot be traced, `RefusedPlan` as in a run.
 
     sizes   samples of each micro-batch; the last holds for those that follow
     beside  the data rank's place among those that fill whole groups of ep, and how many samples each of these has

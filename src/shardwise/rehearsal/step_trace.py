@@ -63,7 +63,7 @@ from shardwise.trace.outside_reads import ArgumentWrites
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
-    """Returns the module with fake tensors in the plan's dtypes."""
+    """Returns the module with fake tensors in the plan's dtypes; `InputError` where it cannot be made so."""
     model = checked(_built(task, fake))
     outside = [tensor for _, tensor in named_tensors(model) if not (tensor.is_meta or isinstance(tensor, FakeTensor))]
     # weights that lay in memory before: a copy of the module, of whose tensors the structure alone is kept
@@ -101,7 +101,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 
 
 def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
-    """Returns the module without weights, as far as its constructor allows.
+    """Returns the module without weights, as far as its constructor allows; `InputError` where it fails anyway.
 
     A constructor may read values of tensors that it puts on the CPU itself, whatever the default device is.
     """
@@ -138,7 +138,7 @@ def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def one_sample(task: Task) -> Any:
-    """Returns a batch of one sample from the task's own data."""
+    """Returns a batch of one sample from the task's own data; `InputError` where it cannot be read."""
     if task.batch is None:
         check_data(task)
         return read_samples(task, [0])
@@ -316,7 +316,7 @@ def in_run_dtype(batch: Any, precision: Precision) -> Any:
 
 
 def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) of the module for a batch, in the module's dtype."""
+    """Returns (args, kwargs) of the module for a batch, in its dtype; `InputError` where Task.inputs gives others."""
     args, kwargs = call_arguments(task, batch)
     return precision.cast_inputs((args, kwargs)) if precision.compute != torch.float32 else (args, kwargs)
 

@@ -33,7 +33,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Returns round numbers from `low` to `high`."""
+    """Returns about `count` round numbers from `low` to `high`; [low] where that is no range."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -86,7 +86,7 @@ def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = 
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], what: str, unit: str, colours: dict[str, int]) -> str:
-    """Returns SVG of horizontal bars on one scale, each made of named parts; "" where all are 0."""
+    """Returns HTML of horizontal bars on one scale, each made of named parts, colour by part; "" where all are 0."""
     most = max((sum(parts.values()) for _, parts in rows), default=0.0)
     if most <= 0:
         return ""

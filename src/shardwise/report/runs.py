@@ -37,7 +37,7 @@ class RunFiles:
 
     @property
     def task(self) -> str:
-        """Returns the name of the run's task."""
+        """Returns the name of the run's task; "" where no file tells."""
         return str(self.summary.get("task") or self.settings.get("task.name", ('""', ""))[0].strip('"'))
 
     @property
@@ -46,12 +46,12 @@ class RunFiles:
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
     def column(self, name: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of each step's record that has a number under `name`."""
+        """Returns (step counted from 1, value) of each step's record that has a number under `name`."""
         return [(row["step"] + 1, row[name]) for row in self.steps if isinstance(row.get(name), int | float)]
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Returns the files of a run folder; `InputError` where it is none, or has no step yet."""
+    """Returns the files of a run folder; `InputError` where it is none, has no step yet, or a file is damaged."""
     if not folder.is_dir():
         is_file = f"{folder} is a file; give the run's folder"
         raise InputError(f"report: {is_file if folder.exists() else f'there is no folder {folder}'}")
@@ -81,7 +81,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Returns the object in a file; {} where there is none."""
+    """Returns the object in a file; {} where there is none, `InputError` where it is no JSON."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

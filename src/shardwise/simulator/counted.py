@@ -187,7 +187,10 @@ class Model:
         return sum(size * count for size, count in self.small.sizes.items())
 
     def linear(self, first: float, second: float, samples: float) -> float:
-        """Returns a figure at `samples`, on the line through `first` (of `small`) and `second` (of `large`)."""
+        """Returns a figure at `samples`, on the line through `first` (of `small`) and `second` (of `large`), 0 or more.
+
+        Where both are of the same number of samples, in proportion to `samples`.
+        """
         low, high = self.small.samples, self.large.samples
         if low == high:
             return first * samples / low

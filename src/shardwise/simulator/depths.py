@@ -60,7 +60,7 @@ def longer_trace(few: StepTrace, more: StepTrace, layers: int) -> StepTrace:
 
 
 def _sent(few: dict[Sent, int], more: dict[Sent, int], layers: int) -> dict[Sent, int]:
-    """Returns {(axis, op, bytes): times} of messages on the line, the sizes of a kind averaged."""
+    """Returns {(axis, op, bytes): times} of messages on the line, the sizes of a kind averaged, or raises `NoLine`."""
     if [key[:2] for key in few] != [key[:2] for key in more]:
         raise NoLine
     sent: dict[Sent, int] = {}
@@ -87,7 +87,7 @@ def _grown(few: Tops, more: Tops, layers: int) -> Tops:
 
 
 def _line(few: Any, more: Any, layers: int) -> Any:
-    """Returns a trace's value `layers` layers beyond `more`, on the line through `few` and `more`, one layer apart."""
+    """Returns a trace's value `layers` beyond `more`, on the line through `few` and it, a layer apart; or `NoLine`."""
     if type(few) is not type(more):
         raise NoLine
     if isinstance(more, StepTrace):
@@ -109,7 +109,7 @@ def _line(few: Any, more: Any, layers: int) -> Any:
 
 
 def _stretched(few: Sequence[Any], more: Sequence[Any], layers: int) -> list[Any]:
-    """Returns `more` with the items that it has beyond `few`, in one place or two, repeated `layers` times more.
+    """Returns `more` with the items that it has beyond `few`, in one place or two, `layers` times more; or `NoLine`.
 
     few    head           middle          tail
     more   head  forward  middle backward tail

@@ -28,7 +28,7 @@ class StreamOp:
 
 
 def run(ops: list[StreamOp], contention: float = CONTENTION) -> float:
-    """Sets `start` and `end` of each op, returns the seconds until all are done. Ops depend on earlier ones only.
+    """Sets `start` and `end` of each op, returns seconds until all are done; `ValueError` if one awaits a later one.
 
     contention  fraction by which compute is slower while any other stream is busy (0.08: takes 1.08 times as long)
     """

@@ -72,6 +72,7 @@ def goodput(
 ) -> dict[str, Any]:
     """Returns Young-Daly's interval and the share of time that is progress, by formula and by drawing failures.
 
+    device_mtbf_s  mean time between failures of one device; restart_s: from a failure until the run goes on
     checkpoint_s   that a save stops a step for
     write_s        until it is on the disk; no shorter interval is proposed. None: not known, and not counted
     """

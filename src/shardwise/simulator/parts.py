@@ -65,7 +65,7 @@ class LayerTimes:
     last: StageTimes
 
     def of(self, layers: float, dense: float = 0.0) -> StageTimes:
-        """Returns the times of `count` layers, some of them dense ones in front."""
+        """Returns the times of `layers` layers, `dense` of them the dense ones in front."""
         return self.layer.times(layers - dense).plus(self.dense.times(dense))
 
 
@@ -103,7 +103,7 @@ class StepContext:
         return Wire(self.cluster, self.layout.world_size)
 
     def group(self, axis: str) -> RankGroup:
-        """Returns size and stride of an axis: tp innermost, then ulysses, cp, shard, pp, replicas."""
+        """Returns size and stride of "tp", "ulysses", "cp", "ep", "data" (what ZeRO shards over), "pp", "replicas"."""
         lay = self.layout
         inner = lay.tp * lay.split_sequence
         return {
@@ -247,7 +247,7 @@ def _offloaded(step: StepContext, count: float) -> Offloaded:
 
 
 def crossing(step: StepContext, count: float) -> float:
-    """Returns the seconds in which the shards of `count` weights come from the host, or their gradients go; else 0."""
+    """Returns the seconds in which shards of `count` weights come from the host, or gradients go; 0 on the device."""
     if not weights_on_host(step.layout.offload):
         return 0.0
     size = count * STATES[step.software.states].held / step.layout.shard_ranks

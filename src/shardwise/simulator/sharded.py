@@ -83,7 +83,10 @@ def play_units(
     ops: list[StreamOp], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
     *, stream: str = "data",
 ) -> None:  # fmt: skip
-    """Appends a pass through units to `ops`: weights are gathered one unit ahead, gradients scattered behind."""
+    """Appends a pass through units to `ops`: weights are gathered one unit ahead, gradients scattered behind.
+
+    compute, gathers, scatters  seconds of each unit; `scatters` is [] in a forward; `stream` takes the messages
+    """
     before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
     computed: list[int] = []
     ops.append(StreamOp("gather 0", stream, gathers[0], [before] if before >= 0 else []))

@@ -89,7 +89,7 @@ def between(small: StepTrace, large: StepTrace, samples: float, kernels: Kernels
     """Returns seconds of all operations at a number of samples, interpolated between two traces of the same operations.
 
     Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
-    The host's time to start the operations is a lower bound of the whole, taken last.
+    The host's time to start the operations is a lower bound of the whole, taken last. `ValueError` for other traces.
     """
     low, high = small.samples, large.samples
     if low == high:

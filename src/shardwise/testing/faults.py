@@ -252,7 +252,7 @@ def _flip_weight(fault: Fault, state: Any) -> None:
 
 
 def _flip_optimizer(fault: Fault, state: Any) -> None:
-    """Flip one bit in the optimizer's state of a parameter, the first without a name."""
+    """Flip one bit in the optimizer's state of a parameter, the first without a name; `InputError` for none."""
     import torch
 
     for slot in state.technique.slots:
@@ -295,7 +295,7 @@ def _disconnect(fault: Fault, subject: Any) -> None:
 
 
 def _drop(fault: Fault, subject: Any) -> None:
-    """Take down the links of this rank's network namespace."""
+    """Take down the links of this rank's network namespace; `InputError` where it has no named one."""
     own = os.stat("/proc/self/ns/net").st_ino
     if own not in [path.stat().st_ino for path in Path("/run/netns").glob("*")]:
         raise InputError(

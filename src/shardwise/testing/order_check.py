@@ -57,7 +57,7 @@ class OrderReport:
 
 
 def check_order(task: Any, plan: Plan | str, *, pool: RankPool | None = None, timeout_s: float = 600.0) -> OrderReport:
-    """Returns how a plan's operations on this task would run. `pool`: ranks with a mock accelerator, or that get one.
+    """Returns how a plan's operations on this task would run, on ranks of `pool` (None: new ones) with a mock device.
 
     Raises `InputError` where the task cannot run on an accelerator, `RefusedPlan` for a plan that is refused.
     """
@@ -95,7 +95,7 @@ def _evaluates(task: Any) -> bool:
 
 
 def record_rank(task: Any, plan: Plan, evaluates: bool = True) -> list[Issued | Waited]:
-    """Returns the entries that this rank issues and waits for. Collective."""
+    """Returns the entries that this rank issues and waits for in a few steps and an evaluation. Collective."""
     device = mock_device.install()
     # under a launcher ranks meet on the mock device; one rank alone needs no group
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -68,7 +68,7 @@ class Saved:
             self.tensor.data = _nothing(self.tensor)
 
     def get(self) -> torch.Tensor:
-        """Returns the tensor as it was kept."""
+        """Returns the tensor as it was kept; `RuntimeError`, as autograd's, where it was written to since."""
         if self.written:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

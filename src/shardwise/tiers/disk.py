@@ -84,7 +84,7 @@ class StateFile(Place):
         self._start(group, self.file.read, self._offsets[group.number][0])
 
     def wait_for(self, group: Subgroup) -> None:
-        """Wait for reads and writes of the sub-group's buffer."""
+        """Wait for reads and writes of the sub-group's buffer; raises the first error."""
         started = self._started[group.number % BUFFERS]
         while started:
             started.pop(0).result()

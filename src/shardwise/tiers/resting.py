@@ -71,7 +71,7 @@ class SplitRest:
         return out.as_strided(self.like.shape, self.like.stride())
 
     def put(self, values: torch.Tensor, draw: Draw | None = None) -> None:
-        """Let the values rest here, and round them into the weights."""
+        """Let the values rest here, and round them into the weights; `draw` is not used."""
         weights, count = _lying(self.weight), self.like.numel()
         masters = torch.empty_strided(self.like.shape, self.like.stride(), dtype=torch.float32, device=weights.device)
         masters = _lying(masters.copy_(values.detach()))

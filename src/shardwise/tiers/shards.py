@@ -92,11 +92,11 @@ class ShardFile:
     # --- gathers
 
     def before_gather(self, unit: int) -> None:
-        """Have a unit's shards in memory: read ahead, or now."""
+        """Have a unit's shards in memory: read ahead, or now; `RunError` where the disk fails."""
         self._arrived(unit, self.memory[unit], POPULATE_READ)
 
     def after_gather(self, unit: int) -> None:
-        """Let go of them, and start to read what was gathered next the last time."""
+        """Let go of a unit's shards, and start to read what was gathered next the last time."""
         self._forget(self._extents(self.memory[unit]))
         self._next[self._last] = unit
         self._last = (self._last[1], unit)
@@ -115,7 +115,7 @@ class ShardFile:
         self._start_to_read(id(params[0]), params, POPULATE_WRITE)
 
     def wait_for(self, params: Sequence[torch.Tensor]) -> None:
-        """Wait until they are there."""
+        """Wait until parameters that were fetched are there; `RunError` where the disk fails."""
         self._arrived(id(params[0]), params, POPULATE_WRITE)
 
     def store(self, params: Sequence[torch.Tensor]) -> None:

@@ -67,7 +67,7 @@ class StateTiers:
             )
 
     def step(self, step: Callable[[], T]) -> T | None:
-        """Run the optimizer's `step` for each sub-group that was not updated yet; returns what its last call did."""
+        """Run `step` for each sub-group not updated yet; returns the last's result. An error breaks this (`check`)."""
         self.begin()
         left = [number for number, (_, group) in enumerate(self.groups) if _has_gradients(group)]
         result = None

@@ -65,7 +65,7 @@ class Store:
         return type(tensor) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
     def put(self, memory: torch.Tensor) -> Token:
-        """Start to copy bytes."""
+        """Start to copy `memory`, flat bytes; returns its token."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class ExtentFile(Store):
         self._free = joined
 
     def start(self, move: Callable[..., None], memory: torch.Tensor, offset: int) -> list[Future[None]]:
-        """Start to move bytes from or to `offset`, in requests."""
+        """Start `move` (`read`, `write`) of all of `memory` at byte `offset` of the file; returns its requests."""
         size = memory.numel()
         return [
             self._pool.submit(move, memory, at, min(REQUEST_BYTES, size - at), offset + at)
@@ -251,13 +251,13 @@ class ExtentFile(Store):
         ]
 
     def write(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
-        """Write `size` bytes from `at` on."""
+        """Write `size` bytes of `memory`, from its byte `at` on, to byte `offset` of the file, a page's border."""
         buffer = self._buffer()
         np.frombuffer(buffer, np.uint8)[:size] = _values(memory, at, size)
         self.file.write(memoryview(buffer)[: whole_pages(size)], offset)
 
     def read(self, memory: torch.Tensor, at: int, size: int, offset: int) -> None:
-        """Read them back."""
+        """Read `size` bytes at `offset` of the file, a page's border, into `memory` from its byte `at` on."""
         buffer = self._buffer()
         self.file.read(memoryview(buffer)[: whole_pages(size)], offset)
         _values(memory, at, size)[:] = np.frombuffer(buffer, np.uint8)[:size]
@@ -335,7 +335,7 @@ class _Extent(Token):
 
 
 def whole_pages(size: int) -> int:
-    """Returns bytes up to a page's border, the unit of direct reads and writes."""
+    """Returns a size in bytes rounded up to whole pages, the unit of direct reads and writes."""
     return -(-size // PAGE) * PAGE
 
 

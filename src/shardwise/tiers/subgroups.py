@@ -193,7 +193,7 @@ class Subgroup:
 
 
 def grouped(units: Sequence[Unit]) -> list[Subgroup]:
-    """Returns the units in sub-groups, each closed once it has an eighth, or before more than its bytes."""
+    """Returns the units in sub-groups, each closed once it has one of `SUBGROUPS` parts, or before `SUBGROUP_BYTES`."""
     eighth = sum(unit.stepped_size for unit in units) // SUBGROUPS
     groups: list[list[Unit]] = [[]]
     size = 0

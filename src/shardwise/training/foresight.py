@@ -67,7 +67,10 @@ def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def refine(cluster: Cluster, run: Path) -> Cluster:
-    """Returns the cluster with `correction` set to measured over forecast step time of a finished run."""
+    """Returns the cluster with `correction` set to measured over forecast step time of the run in folder `run`.
+
+    Raises `InputError` for one that is not finished, or had no forecast.
+    """
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

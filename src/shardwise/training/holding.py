@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _taken(path: Path) -> tuple[int, list[str]]:
-    """Returns (descriptor of the lock file that this process has locked, notices for the user)."""
+    """Returns (descriptor of the lock file that this process has locked, notices for the user); else `InputError`."""
     while True:
         try:
             # the holder may remove the file between open and lock, and the lock would be on a file nobody else opens:

@@ -61,7 +61,7 @@ class Job:
         )
 
     def build_task(self) -> Task:
-        """Returns the task with the optimizer that the configuration asks for."""
+        """Returns the task with the optimizer that the configuration asks for; raises as `resolve_task` does."""
         task = find_task(self.effective, self.task)
         if self.lr is not None:
             task = task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
@@ -87,7 +87,8 @@ def _without_adapters(effective: Effective, passed: Task | Callable[[], Task] | 
 def make_job(effective: Effective, passed: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
     """Returns the `Job` of a run; raises `InputError` where the configuration does not fit the task.
 
-    keep   the ranks run in this process, so the task that was built here is theirs
+    passed  the task, where it is not the one that the configuration names
+    keep    the ranks run in this process, so the task that was built here is theirs
     """
     plain = _without_adapters(effective, passed)
     task = with_lora(plain, effective.config.lora)
@@ -163,7 +164,7 @@ def _chosen(effective: Effective, key: str) -> bool:
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:
-    """Returns how many samples a global batch has, by the configuration or the task's own batch."""
+    """Returns the samples of a global batch, by the configuration or the task's own; `InputError` for an empty one."""
     train = effective.config.train
     if task.batch is not None:
         from shardwise.step.batching import samples_in

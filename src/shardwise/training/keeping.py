@@ -133,7 +133,7 @@ class Keeper:
     # --- before the first step
 
     def begin(self) -> int:
-        """Loads a checkpoint or weights where the job names one; returns the first step. Collective."""
+        """Loads what the job resumes or starts from, or raises `InputError`; returns the first step. Collective."""
         if self.job.resume is not None:
             self._resume(place(self.job.resume))
         elif self.job.effective.config.train.init_from is not None:
@@ -144,7 +144,7 @@ class Keeper:
         return self.first
 
     def _resume(self, source: Path) -> None:
-        """Load a checkpoint and go on behind it: weights, data position, best weights; notices of what differs now."""
+        """Load a checkpoint, go on behind it: weights, data, best; tell what differs; `InputError` at the last step."""
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
@@ -178,7 +178,7 @@ class Keeper:
             self._set_aside(restored)
 
     def _best_of(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the checkpoint's record of the best weights where their file is still of that step. Collective.
+        """Returns the checkpoint's record of best weights; None unless their file is still of that step. Collective.
 
         One of another step was written after the checkpoint: that step is taken again, and the file is renamed, as is
         one that cannot be read.
@@ -213,7 +213,7 @@ class Keeper:
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
-        """Load weights alone from a checkpoint, safetensors or adapters (`train.init_from`), and tell what fits."""
+        """Load weights alone from a checkpoint, safetensors or adapters; tell what fits; `InputError` if too little."""
         renames = self.job.effective.config.train.init_rename
         if (adapters := adapters_at(source)) is not None:
             refuse_other_adapters(adapters, self.engine.module)
@@ -254,7 +254,10 @@ class Keeper:
     # --- after each step
 
     def after(self, step: int, first_loss: float | None) -> bool:
-        """Save when it is time; returns whether the run is to stop after this step. Collective."""
+        """Save when it is time; returns whether the run is to stop after this step. Collective.
+
+        Raises `ReplicasDiffer` where ranks differ in what they hold alike, `RunError` at a second failed save in a row.
+        """
         done = step + 1
         # without train.check_replicas, ranks compare what they hold alike after steps 1, 2, 4, ... and the last
         if self.check is None and (done == self.job.steps or self._alike.is_due(done)):
@@ -356,7 +359,10 @@ class Keeper:
         self.engine.notices.append(f"{error}{GOES_ON}")
 
     def end(self, first_loss: float | None, weights: Path) -> None:
-        """Writes a last checkpoint, where there were others; called once the weights are written. Collective."""
+        """Writes a last checkpoint, where there were others; called once the weights are written. Collective.
+
+        A save that fails is told by a notice alone; raises `ReplicasDiffer` as `after` does.
+        """
         if self.first >= self.job.steps:
             return  # an attempt before has made it
         self._weights = weights

@@ -27,24 +27,24 @@ def warmed_up(step: int, warmup: int) -> float:
 
 
 def constant(step: int, warmup: int = 0) -> float:
-    """Returns the factor of warm-up, then 1."""
+    """Returns the factor of `warmup` steps of warm-up, then 1."""
     return warmed_up(step, warmup)
 
 
 def cosine(step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Returns the factor of warm-up, then half a cosine from 1 towards `final`."""
+    """Returns the factor of `warmup` steps of warm-up, then half a cosine from 1 towards `final`."""
     done = _progress(step - warmup, total - warmup)
     return warmed_up(step, warmup) * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def linear(step: int, total: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Returns the factor of warm-up, then a line from 1 towards `final`."""
+    """Returns the factor of `warmup` steps of warm-up, then a line from 1 towards `final`."""
     done = _progress(step - warmup, total - warmup)
     return warmed_up(step, warmup) * (1 - (1 - final) * done)
 
 
 def wsd(step: int, total: int, decay: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Returns the factor of warm-up, then 1, then linear decay to `final` over the last `decay` steps."""
+    """Returns the factor of `warmup` steps of warm-up, then 1, then a line to `final` in the last `decay` steps."""
     done = _progress(step - (total - decay) + 1, decay + 1)
     return warmed_up(step, warmup) * (1 - (1 - final) * done)
 
@@ -55,7 +55,7 @@ def _progress(step: int, length: int) -> float:
 
 
 def make_schedule(section: ScheduleSection, total: int) -> Schedule:
-    """Returns the schedule (step -> factor) of a `[schedule]` section for a run of `total` steps."""
+    """Returns the schedule (step -> factor) of a `[schedule]` section; `InputError` if `total` steps are too few."""
     warmup, final = section.warmup_steps, section.final_factor
     # the warm-up of a short run would never end, so the rate would never be reached
     if warmup >= total:

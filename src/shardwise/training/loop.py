@@ -373,7 +373,7 @@ class _Rank:
             self.keeper.best = {"step": steps, "eval_loss": loss, "weights": str(self._keep_weights(BEST))}
 
     def _pace(self) -> float | None:
-        """Returns microseconds of the fixed work (measure/pace) beside the median step, or None. Collective."""
+        """Returns microseconds of the fixed work (measure/pace) beside the median step, or None without. Collective."""
         if self.beat is None or not self.beat.us or not self.step_times:
             return None
         self.beat.end(self.job.steps)

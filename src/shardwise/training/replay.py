@@ -36,7 +36,7 @@ TIMEOUT_S = 1800.0
 
 
 def places(world: int, suspects: set[int]) -> list[int]:
-    """Returns, for each rank's place, the rank that takes its steps: never itself, no suspect for a suspect's."""
+    """Returns, for each rank's place, the rank that takes its steps: never itself, nor, if possible, two suspects."""
     shifts = range(1, world)
     apart_ones = [by for by in shifts if not any((suspect + by) % world in suspects for suspect in suspects)]
     by = next(iter(apart_ones), 1)

@@ -44,7 +44,7 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
     """Launch the run, up to `train.restarts` times again; returns its summary with figures of the attempts.
 
     launch   runs the job on ranks of its own and returns the summary, or raises
-    Raises the last attempt's error, with a note on why there was no other attempt.
+    Raises the last attempt's `RunError`, with a note on why there was no other, or `KeyboardInterrupt` as `stopped`.
     """
     attempts = _Attempts(job)
     while True:
@@ -205,7 +205,10 @@ class _Attempts:
     # --- the end
 
     def stopped(self) -> dict[str, Any]:
-        """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to end between two attempts."""
+        """Returns {"folder", "stopped", "notices"}, the summary of a run that was asked to end between two attempts.
+
+        Raises `KeyboardInterrupt` where no checkpoint was saved.
+        """
         newest = self.checkpoint()
         # without a checkpoint there is nothing that the same command could resume
         if newest is None:
@@ -214,7 +217,7 @@ class _Attempts:
         return {"folder": str(self.job.folder), "stopped": state, "notices": []}
 
     def with_attempts(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Returns the summary with attempts, lost steps and goodput, and writes it into the run's folder."""
+        """Returns the summary with attempts, lost steps and goodput, also written; of a stopped run as it is."""
         if summary.get("stopped") is not None:
             return summary
         kept = _seconds_of_steps(self.job.folder / METRICS, 0, self.job.steps)
@@ -237,7 +240,7 @@ def ahead_of(home: Path, resume: str | None) -> set[tuple[str, int]]:
 
 
 def source_of(home: Path, resume: str | None, ahead: set[tuple[str, int]]) -> str | None:
-    """Returns the place from which a later attempt resumes: the run's own checkpoints, once it has written one.
+    """Returns where a later attempt resumes: the run's own checkpoints, once it has written one; None: from the start.
 
     resume  the place from which the first attempt began, used until checkpoints `ahead` of it are set aside
     """

@@ -86,6 +86,8 @@ def train(
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end it after the step under way: the state is saved, and `Stopped` says where.
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
+
+    Raises `InputError` for what cannot be meant, `RefusedPlan` for a plan that does not run, `RunError` where it fails.
     """
     task_or_function = task if not isinstance(task, str) else None
     values = [*_from_config(config), Given("task.name", _name_of(task), "the task")]
@@ -128,6 +130,7 @@ def execute(
 ) -> Run:
     """Run a configuration: in this process for one rank, in processes of its own for more, or as a launcher's rank.
 
+    task     in place of the one that the configuration names; nproc: ranks that are there, None: as the plan has
     resume   see `train`. Raises `Stopped` where a signal asked the run to stop.
     """
     place = here()
@@ -331,7 +334,7 @@ def _beside_others(job: Job) -> dict[str, Any]:
 
 
 def _placed_in_turn(job: Job, resume: str | None) -> Job:
-    """As `_placed`; where a launcher started the job again, returns the first attempt's folder and its checkpoint."""
+    """Returns the job as `_placed`; where a launcher started it again, with the first attempt's folder, checkpoint."""
     before = remembered(RUN)
     if before is not None and Path(json.loads(before)["folder"]).is_dir():
         first_run = json.loads(before)

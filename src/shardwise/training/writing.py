@@ -15,7 +15,7 @@ TEMPERATURE = 0.8
 
 
 def written_text(engine: Engine, task: Task, config: Config) -> str | None:
-    """Returns `config.train.generate` generated tokens as text on rank 0, None elsewhere. Collective."""
+    """Returns `config.train.generate` generated tokens as text on rank 0; None elsewhere, and of 0. Collective."""
     if not config.train.generate:
         return None
     full = engine.full_parameters()
