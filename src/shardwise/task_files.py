@@ -117,6 +117,11 @@ def which_task(name: str) -> str:
     return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, choices)}"
 
 
+def folder_above(path: Path) -> Path:
+    """Returns the nearest folder above `path` that exists."""
+    return next(above for above in path.absolute().parents if above.is_dir())
+
+
 def is_run(folder: Path) -> bool:
     """Returns whether a folder is that of a run, as `train` writes one."""
     return (folder / "config.toml").is_file() and (folder / "plan.toml").is_file()

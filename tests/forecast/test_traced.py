@@ -258,6 +258,10 @@ def test_a_run_writes_its_forecast_beside_what_it_measured(tmp_path: Path) -> No
     again = refine(Cluster.parse(str(path)), run.folder)
     assert isinstance(again.device.correction, Figure)
     assert again.device.correction.value == pytest.approx(pairs["step"][1] / pairs["step"][0], rel=1e-3)
+    for text in ("{", "[1]"):
+        (run.folder / "summary.json").write_text(text)
+        with pytest.raises(InputError, match="--refine"):
+            refine(Cluster.parse(str(path)), run.folder)
 
 
 @pytest.mark.long

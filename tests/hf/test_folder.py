@@ -63,12 +63,12 @@ def test_a_folder_is_trained_merged_and_loaded(small: Path, capfd: pytest.Captur
         before = plain(ids).logits
         adapted = peft.PeftModel.from_pretrained(plain, str(folder / "adapter")).eval()(ids).logits
         capfd.readouterr()
-        folder_of_all = merge_run(folder, None, small.parent / "merged")
+        folder_of_all = merge_run(folder, None, small.parent / "new" / "merged")
         assert "%|" not in capfd.readouterr().err  # transformers' progress bars
         merged = transformers.AutoModelForCausalLM.from_pretrained(str(folder_of_all))
         torch.testing.assert_close(merged.eval()(ids).logits, adapted, rtol=1e-5, atol=1e-6)
     assert (adapted - before).abs().max() > 1e-3
-    assert transformers.AutoTokenizer.from_pretrained(str(small.parent / "merged")).chat_template == CHATML
+    assert transformers.AutoTokenizer.from_pretrained(str(folder_of_all)).chat_template == CHATML
     with pytest.raises(InputError, match=r"no run's folder \(it has no config.toml\)"):
         merge_run(small, None, small.parent / "other")
 

@@ -9,6 +9,7 @@ import click
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import common
 from shardwise.errors import InputError
+from shardwise.task_files import folder_above
 
 WHERE = "CHECKPOINT"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")  # by which a reader would take the file for one of torch.save
@@ -121,7 +122,7 @@ def convert(
         answer.text = f"wrote {folder}"
         return
     # beside the target, since /tmp is often in memory or too small for a model's weights
-    with tempfile.TemporaryDirectory(dir=_nearest(Path(target))) as between:
+    with tempfile.TemporaryDirectory(dir=folder_above(Path(target))) as between:
         source = _read_foreign(Path(path), key, Path(between)) if allow_pickle else path
         if dcp:
             from shardwise.checkpoint.foreign import write_folder
@@ -139,11 +140,6 @@ def convert(
             files = sorted(Path(target).glob("*.safetensors"))
     answer.fields.update(checkpoint=path, files=[str(file) for file in files])
     answer.text = "\n".join(f"wrote {file}" for file in files)
-
-
-def _nearest(target: Path) -> Path:
-    """Returns the nearest folder above the target that exists."""
-    return next(above for above in target.absolute().parents if above.is_dir())
 
 
 def _read_foreign(path: Path, key: str | None, folder: Path) -> Path:

@@ -247,7 +247,7 @@ def rank_memory(
         ends = (last + (first and software.kept_gathered > 1)) if not shape.tied else max(first, last)
         terms["ends, gathered"] = ACT_BYTES * ends * shape.vocab * shape.hidden / layout.tp
     terms["workspaces"] = software.workspace_bytes
-    terms["buffers"] = buffers(shape, layout, software, layers, parameters)
+    terms["buffers"] = buffers(shape, layout, software, layers)
     sorts = ([shape] * (layers > dense) + [shape.in_front] * (dense > 0)) or [shape]
     peaks = {"one layer's backward": max(_of_layer(sort, layout, software)[1] for sort in sorts)}
     if last:
@@ -294,7 +294,7 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
     return again + matrix + 2 * stream + block
 
 
-def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
+def buffers(shape: Shape, layout: Layout, software: Software, layers: float) -> float:
     """Returns the bytes of communication buffers of a stage of `layers`; 0 unless ZeRO shards weights.
 
     Of units: two gathered layers (all, where a forward frees none) and one layer's whole gradients.

@@ -29,6 +29,7 @@ from shardwise.errors import InputError
 from shardwise.heads import read_config
 from shardwise.hf.folder_tensors import INDEX, SINGLE
 from shardwise.hf.names import as_on_disk, is_renamed
+from shardwise.task_files import folder_above
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".msgpack", ".h5", ".onnx")
 
@@ -295,7 +296,7 @@ def merge_run(run: Path, source: str | None, target: Path) -> Path:
     source = source or getattr(task.weights, "folder", None)
     if source is None:
         raise InputError("--merge: the task's model is no folder's: give --like FOLDER, whose weights were adapted")
-    with tempfile.TemporaryDirectory(dir=target.absolute().parent) as between:
+    with tempfile.TemporaryDirectory(dir=folder_above(target)) as between:
         adapters = run / "adapter"
         if not adapters.is_dir():  # a run that has not ended
             (weights,) = convert(run, Path(between) / "weights.safetensors", trained=True)

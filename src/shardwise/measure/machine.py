@@ -96,7 +96,7 @@ def measure(say: Say, budget: Budget) -> dict[str, Any]:
     say("probe: bandwidth of the memory")
     figures["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
-    figures["op"] = pace.seconds(partial(_op, device, figures))
+    figures["op"] = pace.seconds(partial(_op, device))
     if on_host(device):  # where the host computes the ops itself
         say("probe: other ops by size")
         figures["ops"] = op_times(pace, budget.part(OPS, device))
@@ -173,7 +173,7 @@ def _stream(device: torch.device) -> float:
     return 3 * 4 * count / seconds(lambda: torch.add(a, b, out=out), device, 0.2)
 
 
-def _op(device: torch.device, figures: dict[str, Any]) -> float:
+def _op(device: torch.device) -> float:
     """Returns microseconds of one op of a forward and backward whose tensors are tiny."""
     from shardwise.measure.reference_modules import reference_task
     from shardwise.rehearsal.step_trace import trace

@@ -111,7 +111,7 @@ def search(
     result = _ranked(subject, looked, precision, capacity, say)
     result.capacity, result.considered, result.fitted = capacity, looked.considered, len(looked.fits)
     result.lost = lost(result, looked.tightest, capacity, precision)
-    result.lost |= never(subject, cluster, looked.tightest, result.best)
+    result.lost |= never(subject, cluster, looked.tightest)
     result.notes = notes(subject, cluster, result, capacity)
     result.notes += _half_as_good(subject, cluster, constraints, result, capacity)
     result.notes.append(f"memory: {bytes_text(capacity)} may be planned for: {_kept_free(cluster, constraints)}")

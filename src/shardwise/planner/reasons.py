@@ -99,7 +99,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
     return layout, needed
 
 
-def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layout]], best: Proposal) -> dict[str, str]:
+def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layout]]) -> dict[str, str]:
     """Returns {family of data parallelism that had no layout: why}."""
     world, batch = cluster.world_size, subject.global_batch
     if world == 1:

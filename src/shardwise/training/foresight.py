@@ -75,7 +75,9 @@ def refine(cluster: Cluster, run: Path) -> Cluster:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"--refine: no summary.json in {run}: name the folder of a finished run") from None
-    forecast = summary.get("forecast")
+    except ValueError as error:
+        raise InputError(f"--refine: {run / 'summary.json'} is not a run's ({error}): name the folder of one") from None
+    forecast = summary.get("forecast") if isinstance(summary, dict) else None
     if not forecast or not summary.get("step_s"):
         raise InputError(f"--refine: the run in {run} had no forecast, or too few steps to time: train with --cluster")
     factor = summary["step_s"] / (forecast["step_s"] * forecast["pace"] / forecast["correction"])

@@ -17,7 +17,6 @@ from shardwise.cluster import Cluster
 from shardwise.comm import everybody, gather_json
 from shardwise.digest import digest
 from shardwise.errors import InputError
-from shardwise.layout import Plan
 from shardwise.ranks import alike, here
 from shardwise.training.job import Job
 from shardwise.training.resume import settings_of
@@ -36,7 +35,7 @@ def check_hosts(job: Job, device: torch.device) -> list[str]:
     return [
         *alike.clock_notices(rows, times),
         *_renumbered(hosts),
-        *alike.axis_notices(plan, hosts, _rates(job.effective.config.train.cluster, plan)),
+        *alike.axis_notices(plan, hosts, _rates(job.effective.config.train.cluster)),
     ]
 
 
@@ -60,7 +59,7 @@ def gather_moved(moved: bool) -> bool:
     return any(gather_json(moved, everybody(), torch.device("cpu")))
 
 
-def _rates(cluster: str | None, plan: Plan) -> dict[str, tuple[float, float]]:
+def _rates(cluster: str | None) -> dict[str, tuple[float, float]]:
     """Returns {axis: (GB/s inside a node, between nodes)}; {} unless the run names a cluster of several nodes."""
     if cluster is None:
         return {}
