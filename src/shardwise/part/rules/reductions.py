@@ -31,10 +31,13 @@ def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     """Returns the mean over the cut dim and others: sums over ranks, divided by the whole count."""
     # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
-    count = 1
-    for d in dims:
-        count *= part.shape[d]
-    return reduced(part.local.sum(sorted(dims), keepdim, dtype=bound.get("dtype")) / count, part)
+    count, dtype = math.prod(part.shape[d] for d in dims), bound.get("dtype") or part.dtype
+    return reduced(part.local.sum(sorted(dims), keepdim, dtype=_wide(dtype)) / count, part).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which torch adds up elements of `dtype`: in 16 bits a sum may overflow where a mean fits."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _extreme(op: str):
@@ -104,13 +107,15 @@ def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) 
     # torch has two words for how many are subtracted: one may be None
     correction = bound.get("correction") if unbiased is None else float(unbiased)
     count = math.prod(part.shape[d] for d in dims)
-    along = sorted(dims)
-    mean = reduced(part.local.sum(along, True), part) / count
+    along, local = sorted(dims), part.local.to(_wide(part.dtype))
+    mean = reduced(local.sum(along, True), part) / count
     # about the mean of all ranks: the mean of squares minus the square of the mean would cancel
-    spread = reduced((part.local - mean).square().sum(along, True), part)
+    gaps = (local - mean).abs() if part.is_complex() else local - mean
+    spread = reduced(gaps.square().sum(along, True), part)
     # never less than 0, as torch counts
     spread = spread / max(count - (1 if correction is None else correction), 0)
     spread = spread.sqrt() if name.startswith("std") else spread
+    spread, mean = spread if part.is_complex() else spread.to(part.dtype), mean.to(part.dtype)
     results = [tensor if keepdim else tensor.squeeze(along) for tensor in (spread, mean)]
     return tuple(results) if name.endswith("_mean") else results[0]
 
@@ -158,8 +163,9 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
         return _count(part, part.local != 0, dims, keepdim).to(dtype)
     # cheaper than powers; the square of a complex number is not that of its absolute value
     if order == 2 and not part.is_complex():
-        return reduced(part.local.square().sum(along, keepdim, dtype=bound.get("dtype")), part).sqrt()
-    return reduced(part.local.abs().pow(order).sum(along, keepdim, dtype=dtype), part).pow(1 / order)
+        return reduced(part.local.to(_wide(dtype)).square().sum(along, keepdim), part).sqrt().to(dtype)
+    powers = part.local.abs().to(_wide(dtype)).pow(order)
+    return reduced(powers.sum(along, keepdim), part).pow(1 / order).to(dtype)
 
 
 @rule("renorm")
