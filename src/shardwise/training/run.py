@@ -24,6 +24,7 @@ from shardwise.ranks import LaunchedPlace, here
 from shardwise.ranks.attempts import remember, remembered
 from shardwise.ranks.launchers import perhaps_hosts
 from shardwise.task import Task
+from shardwise.task_names import refuse_while_imported
 from shardwise.training.go_on import how_to_go_on
 from shardwise.training.holding import LOCK, held
 from shardwise.training.job import Job, make_job
@@ -87,6 +88,7 @@ def train(
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
     """
+    refuse_while_imported("train")
     task_or_function = task if not isinstance(task, str) else None
     values = [*_from_config(config), Given("task.name", _name_of(task), "the task")]
     if plan is not None:
