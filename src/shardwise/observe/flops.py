@@ -58,7 +58,7 @@ def count_flops(task: Task, sample: Any, tokens_per_sample: int | None) -> Flops
         if tokens_per_sample is None:
             counter = FlopCounterMode(display=False)
             counter.flop_registry |= _ON_CPUS
-            counter.mod_tracker = _AsOne()  # type: ignore[assignment]
+            counter.mod_tracker = _AsOne()
             with torch.random.fork_rng(devices=[]), torch.no_grad(), counter:
                 forward_without_values(task, sample)
             return Flops(3.0 * counter.get_total_flops(), BY_COUNTING)
