@@ -89,7 +89,7 @@ def sheet(drawn: Sequence[str], width: float, height: float) -> str:
 
 def losses(records: Sequence[Mapping], key: str = "loss") -> list[tuple[float, float]]:
     """(step, value) of a run's records that have this number."""
-    return [(record["step"] + 1, record[key]) for record in records if record.get(key) is not None]
+    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
 
 
 def save(picture: str, path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 from shardwise import progress
+from shardwise.observe.progress_display import Display
 
 
 def test_a_log_is_told_of_work_that_goes_on(capfd, monkeypatch) -> None:
@@ -50,3 +53,16 @@ def test_nothing_is_said_where_it_is_not_wanted(capfd) -> None:
     with progress.timing(False) as say:
         say("a part")
     assert capfd.readouterr().err == ""
+
+
+def test_a_step_is_shown_with_the_numbers_of_the_task(capfd) -> None:
+    speed: Any = SimpleNamespace(unit="samples")
+    display = Display(3, speed, log_every=1, live=False)
+    record: dict[str, Any] = {"step": 1, "loss": 0.5, "skipped": False, "lr": 1e-3, "samples_per_s": 8.0}
+    display.step(record | {"extra/box": 0.25, "metric/rmse/0": 2 / 3})
+    assert "step 1/3  loss 0.5000  box 0.25  rmse/0 0.6667  lr 1.00e-03  8 samples/s" in capfd.readouterr().err
+    many = {f"metric/rmse/{variable}": 1.0 for variable in range(80)}
+    display.step(record | many)
+    assert "  rmse/5 1  (and 74 more)  lr " in capfd.readouterr().err
+    assert display._text(record | many, 40).startswith("loss 0.5000  rmse/0 1  ")
+    assert " lr " not in display._text(record | many, 40)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from shardwise.config.schema import LoraSection, TaskSection
 
 MOST_CHARACTERS = 500  # of an exception's own message in one of ours
+GUARD = 'under `if __name__ == "__main__":`'
+_under_way: list[str] = []  # tasks whose files are being imported
 
 
 def resolve_task(named: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
@@ -83,6 +85,12 @@ class AdaptedTask:
         return with_lora(resolve_task(self.reference), self.section)
 
 
+def refuse_while_imported(what: str) -> None:
+    """Raises `InputError` where `what` is called by a task's file that is being imported, as it is on each rank."""
+    if _under_way:
+        raise InputError(f"its file calls {what} as it is imported, as every rank does: put that {GUARD}")
+
+
 def _of_module(name: str) -> Task:
     """Returns the task named "module:name" or "file.py:name"; raises as `resolve_task` does."""
     module_name, colon, attribute = name.rpartition(":")
@@ -115,6 +123,7 @@ def _import(task: str, name: str) -> ModuleType:
     stood = Path.cwd()
     try:
         # what it draws at import, every rank draws alike
+        _under_way.append(task)
         with _drawn_alike():
             module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -123,8 +132,16 @@ def _import(task: str, name: str) -> ModuleType:
         if name == missing or name.startswith(missing + "."):
             raise InputError(f"task {task!r}: there is no module {missing!r}{_like_modules(missing)}") from None
         raise InputError(f"task {task!r}: {where(error)}") from error
-    except (Exception, SystemExit) as error:
+    except SystemExit as error:
+        place = where(error).rpartition(": SystemExit")[0]
+        raise InputError(
+            f"task {task!r}: {place} ended itself as it was imported, with exit code {error.code}: what reads a "
+            f"command line, or runs, goes {GUARD}"
+        ) from error
+    except Exception as error:
         raise _task_error(task, "importing it failed", error) from error
+    finally:
+        _under_way.pop()
     # ranks would look for their files somewhere else
     if (now := Path.cwd()) != stood:
         os.chdir(stood)

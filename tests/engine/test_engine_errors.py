@@ -374,13 +374,13 @@ def test_a_bad_gradient_raises_with_its_parameter(plan: str, pool: RankPool) -> 
     with pytest.raises(RunError) as raised:
         pool.run(start, 2, "bad_gradient", plan, 2)
     text = str(raised.value)
-    assert "gradient norm" in text and "is not finite in step 1" in text
+    assert "gradient norm" in text and "is not finite in step 2" in text
     assert "the first bad gradient is that of 'second.weight'" in text
     assert 'on_nonfinite="skip"' in text
 
 
 def test_a_bad_loss_raises() -> None:
-    with pytest.raises(RunError, match="loss nan is not finite in step 1"):
+    with pytest.raises(RunError, match="loss nan is not finite in step 2"):
         start("bad_loss", "single", 2)
 
 

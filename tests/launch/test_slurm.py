@@ -146,7 +146,7 @@ def test_a_job_that_nears_its_time_limit_saves_and_goes_on(slurm, tmp_path: Path
     subprocess.run(["scancel", job], env=slurm, check=True, timeout=60)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
-    assert steps == list(range(len(steps))) and [run] == list(tmp_path.glob("runs/digits/*"))
+    assert steps == list(range(1, len(steps) + 1)) and [run] == list(tmp_path.glob("runs/digits/*"))
 
 
 def test_a_job_is_asked_for_followed_and_ended(slurm, tmp_path: Path) -> None:

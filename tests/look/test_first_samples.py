@@ -194,5 +194,5 @@ def not_a_number() -> Task:
 
 def test_a_loss_that_is_no_number_is_told_as_that(pool: RankPool) -> None:
     """Not as masks that are dealt wrongly, which nothing that is not finite can show."""
-    with pytest.raises(ShardwiseError, match="is not finite in step 0"):
+    with pytest.raises(ShardwiseError, match="is not finite in step 1"):
         verify(not_a_number, "dp_replicate=2", pool=pool)

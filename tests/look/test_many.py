@@ -5,9 +5,12 @@ from __future__ import annotations
 import many_tasks
 import pytest
 import torch
+from torch import nn
 
 from shardwise import Plan, parallelize, verify
 from shardwise.errors import RefusedPlan
+from shardwise.look.watched_run import Seen
+from shardwise.look.whole_against_parts import sizes_to_try, too_many
 from shardwise.ranks import RankPool
 
 TOGETHER = "puts other samples together on 16 samples"
@@ -82,3 +85,13 @@ def test_a_forward_that_takes_samples_in_groups_is_looked_at_in_whole(
 ) -> None:
     result = verify(f"many_tasks:{name}", plan, pool=pool, timeout_s=60)
     assert told in (result.refused or "") if told else result.parity, result.refused or result.text()
+
+
+def test_what_is_too_wide_to_be_looked_at_is_named() -> None:
+    seen = Seen(nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 64), nn.ReLU()), nn.Linear(64, 2)))
+    with seen.watching():
+        seen.module(torch.randn(3, 4))
+    assert seen.widest == (3 * 64 * 4, "1.0")
+    assert sizes_to_try([8, 8], 2**30) == []
+    (told,) = too_many([8, 8], seen.widest[1])
+    assert "was not checked: a result of '1.0' takes too much memory" in told and too_many([8, 0], "1.0") == []

@@ -68,13 +68,13 @@ def test_a_trainjob_is_told_progress_time_left_and_metrics(controller: Controlle
     environ = dict(zip(TRAIN_JOB, (controller.url, str(controller.certificate), str(controller.token)), strict=True))
     assert engine_sinks({**environ, TRAIN_JOB[0]: ""}, tmp_path, 8) == []
     sink = TrainJobStatus(*environ.values(), steps=8, every_s=0.01)
-    sink.write(1, {"loss": 2.5})
+    sink.write(2, {"loss": 2.5})
     assert came(controller.posted, 1)
     controller.token.write_text("second\n")  # it is renewed
     time.sleep(0.05)
-    sink.write(3, {"loss": 1.25, "lr": 1e-3})
+    sink.write(4, {"loss": 1.25, "lr": 1e-3})
     assert came(controller.posted, 2)
-    sink.write(7, {"eval_loss": 1.0})
+    sink.write(8, {"eval_loss": 1.0})
     sink.close()
     (bearer, first), (renewed, second), *_, (_, last) = controller.posted
     assert (bearer, renewed) == ("Bearer first", "Bearer second")
@@ -105,8 +105,8 @@ def test_a_controller_that_takes_nothing_is_said_once(controller: Controller, ca
 def test_rays_worker_reads_where_checkpoints_lie_and_each_record(tmp_path: Path) -> None:
     read, write = os.pipe()
     [sink] = engine_sinks({RAY_PIPE: str(write)}, tmp_path / "checkpoints", 5)
-    sink.write(0, {"loss": 2.0})
+    sink.write(1, {"loss": 2.0})
     sink.close()
     with os.fdopen(read) as lines:
         told = [json.loads(line) for line in lines]
-    assert told == [{"checkpoints": str(tmp_path / "checkpoints")}, {"step": 0, "loss": 2.0}]
+    assert told == [{"checkpoints": str(tmp_path / "checkpoints")}, {"step": 1, "loss": 2.0}]

@@ -94,7 +94,12 @@ def test_arithmetic_of_spans(one: list, other: list) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("5:5", "5:5 ends before it begins"), ("6:9", "is no part"), ("0:30", "is no part|at most 20")],
+    [
+        ("5:5", "5:5 ends before it begins"),
+        ("6:10", "is no part"),
+        ("0:30", "is no part|at most 20"),
+        ("0:3", r"is no part of the run's 8 steps \(1:9\)"),
+    ],
 )
 def test_steps_that_are_not_there(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -102,6 +107,7 @@ def test_steps_that_are_not_there(text: str, words: str) -> None:
 
 
 def test_too_many_steps() -> None:
-    assert read_steps(None, 8) == range(0) and read_steps("2:4", 8) == range(2, 4)
+    assert read_steps(None, 8) == range(0) and read_steps("2:4", 8) == range(1, 3)
+    assert read_steps("6:9", 8) == range(5, 8)  # the last one
     with pytest.raises(InputError, match="25 steps; at most 20"):
         read_steps("5:30", 100)

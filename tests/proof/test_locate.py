@@ -62,30 +62,30 @@ HERE = "test_locate:normed"
 CASES = [
     (bug("eps", "parallel.batchnorm:_Normalised.forward", "bias, False, 0.0, over.eps)",
          "bias, False, 0.0, 2 * over.eps)", HERE, "dp_replicate=2"),
-     "step 0: forward of 'norm', rank 0, micro-batch 0"),
+     "step 1: forward of 'norm', rank 0, micro-batch 0"),
     (bug("detached", "parallel.batchnorm:_Normalised.backward", "dx = dx - shift",
-         "pass", HERE, "dp_replicate=2"), "step 0: backward of 'norm', rank 0"),
+         "pass", HERE, "dp_replicate=2"), "step 1: backward of 'norm', rank 0"),
     (bug("statistics", "parallel.batchnorm:synced_batch_norm", "lerp_(plain(mean).to(running_mean.dtype), momentum)",
          "lerp_(plain(mean).to(running_mean.dtype), 2 * momentum)", HERE, "dp_replicate=2", (1,)),
-     "step 0: buffer 'norm.running_mean', rank 1"),
+     "step 1: buffer 'norm.running_mean', rank 1"),
     (bug("masks", "step.seeded_draws:seed_masks", "begin(state.seed, state.steps_done", "begin(state.seed, 0", HERE,
-         "dp_replicate=2"), "step 1: forward of 'drop', rank 0, micro-batch 0"),
+         "dp_replicate=2"), "step 2: forward of 'drop', rank 0, micro-batch 0"),
     (bug("half", "parallel.replicate:Replicate._reduce", "assert bucket.buffer is not None", "bucket.buffer.mul_(0.5)",
          "shardwise.models.tasks:mlp", "dp_replicate=2"),
-     "step 0: gradient of 'layers.0.weight', rank 0: off by 5.0e-01; a factor of 1/2"),
+     "step 1: gradient of 'layers.0.weight', rank 0: off by 5.0e-01; a factor of 1/2"),
     (bug("share", "parallel.replicate:Replicate._reduce", "assert bucket.buffer is not None",
          "bucket.buffer.mul_(0)", "shardwise.models.tasks:mlp", "dp_replicate=2", (1,)),
      "; it lacks the share of data rank 1"),
     (bug("published", "parallel.flat:Flat.publish", "for part in self.shards:", "for part in self.shards[:1]:",
-         "shardwise.models.tasks:mlp", "dp_shard=2,zero=1"), "step 0: update of "),
+         "shardwise.models.tasks:mlp", "dp_shard=2,zero=1"), "step 1: update of "),
     (bug("start", "engine.materialise:fill_parameters", "value = value_of(name)", "value = 2 * value_of(name)",
          "shardwise.models.tasks:mlp", "dp_replicate=2", (1,)),
      "before the first step: initial value of 'layers.0.weight', rank 1: off by 1.0e+00; a factor of 2"),
     (bug("norm", "step.normalise:normalise", "agreed.square_norms[: state.mesh.shard.size]", "agreed.square_norms[:1]",
-         "shardwise.models.tasks:mlp", "dp_shard=2,zero=2"), "step 0: the gradient's norm, of equal gradients"),
+         "shardwise.models.tasks:mlp", "dp_shard=2,zero=2"), "step 1: the gradient's norm, of equal gradients"),
     (bug("tp", "part.rules.products:_product", "batch + 1), share_as(b, lead, batch)), lead.axis",
          "batch + 1), share_as(b, lead, batch)) / 2, lead.axis", "shardwise.models.tasks:decoder_tied", "tp=2"),
-     "step 0: forward of 'blocks.0.attention.out', rank 0, micro-batch 0: off by 5.0e-01; a factor of 1/2"),
+     "step 1: forward of 'blocks.0.attention.out', rank 0, micro-batch 0: off by 5.0e-01; a factor of 1/2"),
     (bug("pp", "step.pipelined:_Row._backward", "mail.send_backward(op",
          "[leaf.grad.neg_() for leaf in saved.inputs]; mail.send_backward(op",
          "pipeline_tasks:sequential", "pp=2,microbatches=2"), "the sign is turned"),
@@ -97,7 +97,7 @@ def test_the_first_difference_is_named(planted: Bug, told: str, pool: RankPool) 
     parity = verify(planted.task, planted.plan, pool=BuggyPool(pool, planted), **planted.options)
     assert not parity.equal and parity.first is not None, parity.text()
     assert told in parity.first.text(), parity.first.text()
-    assert parity.as_dict()["first_difference"]["step"] == parity.first.step
+    assert parity.as_dict()["first_difference"]["step"] == parity.first.step + 1
     assert f"first: {parity.first.text()}" in parity.text()
 
 

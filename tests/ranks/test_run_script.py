@@ -127,7 +127,7 @@ def test_an_error_of_ours_that_names_the_line_is_told_without_frames(folder, cap
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("--nan", "is not finite in step 2"),  # an error whose constructor takes more than a message
+        ("--nan", "is not finite in step 3"),  # an error whose constructor takes more than a message
         ("--alone", "rank 0 comes to save_weights(...)"),  # which waits for a rank that has ended
     ],
 )

@@ -32,13 +32,13 @@ def write_run(folder: Path, name: str, *, steps: int = 900, ranks: int = 2, ende
     run.mkdir(parents=True)
     rows = [
         {
-            "step": step, "loss": 5 - step / steps + 0.01 * (step % 7), "seconds": 0.02, "input_seconds": 0.001,
+            "step": step + 1, "loss": 5 - step / steps + 0.01 * (step % 7), "seconds": 0.02, "input_seconds": 0.001,
             "tokens_per_s": 1e4 + step,
         }
         for step in range(steps)
     ]  # fmt: skip
     text = "\n".join(json.dumps(row) for row in rows)
-    text += "\n" + json.dumps({"step": steps - 1, "eval_loss": 4.2, "eval_weight": 9.0})
+    text += "\n" + json.dumps({"step": steps, "eval_loss": 4.2, "eval_weight": 9.0})
     (run / "metrics.jsonl").write_text(text + "\n" + ("" if ended else '{"step": 9'))
     (run / "config.toml").write_text(CONFIG.format(ranks=ranks))
     (run / "plan.toml").write_text(f"[plan]\ndp_replicate = {ranks}\n")
@@ -105,6 +105,21 @@ def test_three_runs_are_one_page_without_anything_from_outside(runs, capfd):
     for look in ("prefers-color-scheme:dark", "@media print", "max-width:760px"):
         assert look in text
     assert "dp_replicate" in text.split("Settings that are not alike")[1].split("<details>")[0]
+
+
+def test_the_tasks_own_numbers_are_drawn(tmp_path):
+    run = write_run(tmp_path, "own", steps=0)
+    rows = [
+        {"step": step, "loss": 1.0, "seconds": 0.1, "tokens_per_s": 1.0, "extra/box": 0.5 - step, "metric/rmse/0": 0.25}
+        for step in range(1, 5)
+    ]
+    rows.append({"step": 4, "eval_loss": 4.2, "eval_metric/rmse/0": 0.75, "ema_eval_metric/rmse/0": 0.5})
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert call(["report", str(run)]) == 0
+    text = (run / "report.html").read_text().split("<h2>Metrics and extra terms</h2>")[1].split("<h2>")[0]
+    captions = re.findall("<figcaption>(.*?)</figcaption>", text)
+    assert captions == ["box", "rmse/0", "rmse/0, held-out", "rmse/0, held-out, of the average"]
+    assert "own, step 4: 0.75" in text
 
 
 def test_a_run_that_has_not_ended_tells_its_task_its_plan_and_its_ranks(tmp_path):

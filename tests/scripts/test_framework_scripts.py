@@ -82,7 +82,7 @@ def test_rounding_of_16_bits_in_a_script_that_insists_on_float32_is_no_differenc
 def test_a_loss_that_is_not_finite_is_bad_input(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "ddp_images.py"
     path.write_text((FOLDER / path.name).read_text().replace("loss.backward()", "(loss * float('nan')).backward()"))
-    with pytest.raises(InputError, match="in one process the loss of step 0 is not finite"):
+    with pytest.raises(InputError, match="in one process the loss of step 1 is not finite"):
         prove(path, path.name, pool)
 
 

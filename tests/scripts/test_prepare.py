@@ -377,7 +377,7 @@ REFUSED: list[tuple] = [
     (once, "dp_replicate=2", "twice", InputError,
      r"2 times before optimizer.step\(\).*accumulate=2.*means, which add"),
     (once, "dp_replicate=2", "distributed sampler", InputError, "DistributedSampler"),
-    (once, "dp_replicate=2", "own order", RunError, "drew other samples in step 0"),
+    (once, "dp_replicate=2", "own order", RunError, "drew other samples in step 1"),
     (once, "dp_replicate=2", "draws inside", RefusedPlan, r'shape \(4, 8\).*randomness=\"fast\"'),
     (once, "dp_replicate=2", "unseen draws", RefusedPlan, "cannot be followed"),
     (once, "dp_replicate=2", "other loader", InputError, "has handed out no batch"),

@@ -54,6 +54,8 @@ def test_what_is_given_beside_the_loader_is_told() -> None:
     optimizer = adamw(model)
     with pytest.raises(InputError, match="a StepLR too: leave it out: a scheduler goes on with its optimizer"):
         shardwise.prepare(model, optimizer, [], torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(InputError, match=r"the plan by its name: prepare\(model, optimizer, loader, plan='tp=2'\)"):
+        shardwise.prepare(model, optimizer, [], "tp=2")
     with pytest.raises(InputError, match="expected text such as 'dp_shard=2,zero=3', got int"):
         shardwise.prepare(model, optimizer, [], plan=2)  # type: ignore[arg-type]
     with pytest.raises(
@@ -147,8 +149,8 @@ def mistaken(plan: str, case: str) -> None:
         ("dp_shard=2,zero=3", "masked later", RefusedPlan, "'head.weight' has a hook on its gradient, which is given"),
         ("tp=2", "masked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
         ("dp_replicate=2", "one rank's weights", RunError, "after step 1 the weights of 'head.weight' .*on rank 1"),
-        ("tp=2", "one rank's rate", RunError, "differ between ranks in step 0"),
-        ("dp_shard=2,zero=3", "one rank's rate", RunError, "differ between ranks in step 0"),
+        ("tp=2", "one rank's rate", RunError, "differ between ranks in step 1"),
+        ("dp_shard=2,zero=3", "one rank's rate", RunError, "differ between ranks in step 1"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:

@@ -81,7 +81,7 @@ OTHERWISE = {  # what the changed script does otherwise -> (text, text in its pl
         "gradient of 2.weight is 3 t",
     ),
     "all gradients": ("backward(loss)", "backward(loss * 2)", "Every gradient is 2 times as large"),
-    "order": ("shuffle=True", "shuffle=False", "called with other numbers in step 0"),
+    "order": ("shuffle=True", "shuffle=False", "called with other numbers in step 1"),
     "seed": ("manual_seed(0)", "manual_seed(1)", "before the first step. Its weights at the start are others"),
 }
 

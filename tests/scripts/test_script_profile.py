@@ -57,7 +57,7 @@ def test_steps_of_a_script_are_profiled(plan: str, pool: RankPool, tmp_path: Pat
             assert len(named) == 2
 
 
-@pytest.mark.parametrize(("text", "said"), [("0:3", "step 0 of a script"), ("5", "as 10:12"), ("1:99", "at most 20")])
+@pytest.mark.parametrize(("text", "said"), [("1:3", "step 1 of a script"), ("5", "as 10:12"), ("1:99", "at most 20")])
 def test_steps_that_cannot_be_profiled(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         read_steps_of_script(text)

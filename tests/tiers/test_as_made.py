@@ -173,7 +173,7 @@ def burst(plan: str) -> list[str]:
 def test_a_norm_that_is_not_finite_ends_the_run(plan: str, pool: RankPool) -> None:
     """Weights have moved by then: no step and no checkpoint of them follows."""
     for first, second in pool.run(burst, LAYOUTS.get(plan, 1), f"{plan},gradients=as_made"):
-        assert "gradient norm nan is not finite in step 1" in first
+        assert "gradient norm nan is not finite in step 2" in first
         assert "weights and the optimizer's state belong to different steps" in second
 
 

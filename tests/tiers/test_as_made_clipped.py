@@ -195,7 +195,7 @@ def test_a_norm_that_is_not_finite_is_as_ever(layout: str, on_nonfinite: str, cl
     plans = (f"{layout},{DISK}{more}" for more in ("", ",gradients=as_made"))
     held, used = (pool.run(not_finite, LAYOUTS[layout], plan, on_nonfinite, clip) for plan in plans)
     assert held == used
-    assert held[0][2][2] if on_nonfinite == "skip" else "gradient norm nan is not finite in step 1" in held[0][2]
+    assert held[0][2][2] if on_nonfinite == "skip" else "gradient norm nan is not finite in step 2" in held[0][2]
 
 
 @pytest.mark.parametrize("plan", ["", "offload=optimizer:disk:0.5", "optimizer_state=8bit"])

@@ -32,7 +32,10 @@ from shardwise.digest import digest
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
+from shardwise.observe.summary import summary_text
 from shardwise.ranks import start_ranks
+from shardwise.report.page import page
+from shardwise.report.runs import read_run
 from shardwise.training.holding import LOCK, held
 from shardwise.training.keeping import Stopping
 from shardwise.training.resume import (
@@ -202,6 +205,18 @@ def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
     with pytest.raises(InputError, match=r"does not fit.*: it lacks model/"):
         shardwise.train(odd, steps=9, resume="alone/step-00000005", out="others")
     assert not os.listdir("others")
+
+
+def test_a_run_that_changed_plans_tells_all_of_them(here, capfd):
+    shardwise.train("digits", steps=2, checkpoint_every=2)
+    kept = shardwise.train("digits", steps=3, checkpoint_every=1, resume="auto")
+    run = shardwise.train("digits", "accumulate=2", steps=4, resume="auto")
+    assert kept.summary["plans"] == [] and run.folder == kept.folder
+    assert run.summary["plans"] == ["single in steps 1 to 3", "accumulate=2 in steps 4 to 4"]
+    assert "single in steps 1 to 3; then accumulate=2 in steps 4 to 4 (1 rank)" in summary_text(run.summary)
+    assert "<code>single in steps 1 to 3</code><br><code>accumulate=2 in steps 4 to 4</code>" in page(
+        [read_run(run.folder)]
+    )
 
 
 def test_what_another_plan_has_in_common_is_said_as_it_is() -> None:
@@ -405,7 +420,7 @@ def test_the_best_on_held_out_data_is_kept_and_remembered(here):
     half = shardwise.train("digits", steps=3, checkpoint_every=3, **options)
     again = shardwise.train("digits", steps=6, resume="auto", **options)
     whole = shardwise.train("digits", steps=6, **options)
-    found = [(record["eval_loss"], record["step"] + 1) for record in whole.metrics if "eval_loss" in record]
+    found = [(record["eval_loss"], record["step"]) for record in whole.metrics if "eval_loss" in record]
     assert len(found) == 6 and min(found)[1] < 6
     for run in (again, whole):
         assert (run.summary["best"]["eval_loss"], run.summary["best"]["step"]) == min(found)
@@ -506,7 +521,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(plan: str, number: int, her
     assert again.returncode == 75 and "goes on from" in err, err
     assert list((here / "runs").iterdir()) == [folder]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(len(records)))
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
 
 
 def test_a_signal_that_arrives_twice_at_once_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:

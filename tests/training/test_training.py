@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from pathlib import Path
 
@@ -73,15 +74,25 @@ def test_a_text_run_on_two_ranks_writes_the_run_folder_completely(here, capfd):
 
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
-    assert [record["step"] for record in steps] == [0, 1, 2]
+    assert [record["step"] for record in steps] == [1, 2, 3]
     assert all(record["samples"] == 6 and record["weight"] == 6 * 16 for record in steps)
-    assert [record["step"] for record in records if "eval_loss" in record] == [1, 2]
+    assert [record["step"] for record in records if "eval_loss" in record] == [2, 3]
     assert records[-1]["eval_weight"] == 5 * 16
 
     weights = load_file(folder / "model.safetensors")
     assert weights.keys() == text_task(load(None, TINY).config.task).model().state_dict().keys()
     assert len(summary["memory"]) == 2 and summary["text"].startswith("def ")
     assert summary["loss"] == steps[-1]["loss"] and summary["unit"] == "tokens"
+
+
+def test_the_files_of_a_run_have_one_mode(here):
+    before = os.umask(0o002)  # of a group that works on one folder
+    try:
+        run = shardwise.train("digits", steps=2, checkpoint_every=1, checkpoint_background=False, ema_decay=0.9)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in run.folder.rglob("*") if path.is_file()}
+    assert len(modes) > 8 and set(modes.values()) == {"0o664"}, modes
 
 
 def test_one_rank_and_two_train_alike_and_a_run_can_be_repeated_from_its_folder(here):
@@ -153,7 +164,7 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(here):
     run = shardwise.train(nan_in_step_1, steps=3, on_nonfinite="skip")
     assert [record["skipped"] for record in run.metrics] == [False, True, False]
     assert run.metrics[1]["loss"] is None and run.summary["skipped"] == 1
-    with pytest.raises(shardwise.RunError, match="not finite in step 1") as caught:
+    with pytest.raises(shardwise.RunError, match="not finite in step 2") as caught:
         shardwise.train(nan_in_step_1, steps=3)
     assert "Traceback" in caught.value.log.read_text()  # type: ignore[attr-defined]
 
@@ -286,6 +297,19 @@ def test_flops_of_a_model_that_reads_whole_numbers_are_counted():
 
     counted = count_flops(_of(lambda: AsLongAsTheRow(4, 8)), torch.tensor([[2, 6]]), None)
     assert counted.per_sample == 3 * 2 * 7 * 4 * 8
+
+
+def test_flops_of_a_model_that_hands_a_parameter_to_a_module_are_counted():
+    class OfASet(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.asks, self.attend = torch.nn.Parameter(torch.ones(3, 8)), torch.nn.MultiheadAttention(8, 2)
+
+        def forward(self, x):
+            return self.attend(self.asks, x[0], x[0], need_weights=False)[0]
+
+    products = (3 + 3) * 8 * 8 + 2 * 5 * 8 * 8 + 2 * 3 * 5 * 8  # in and out of the questions, of the set, attention
+    assert count_flops(_of(OfASet), torch.ones(1, 5, 8), None).per_sample == 3 * 2 * products
 
 
 def test_a_model_that_needs_values_has_no_flops_but_a_reason():

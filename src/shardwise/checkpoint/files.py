@@ -52,7 +52,7 @@ class Disk:
         """
         self.reached("create", path)
         digest = xxhash.xxh3_128()
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for part in parts:
                 view = memoryview(part).cast("B")

@@ -225,7 +225,7 @@ class RankWatch:
             for other, snapshot in ranks.items()
             if snapshot.waits_key and other not in ended and other != rank
         }
-        place = f"in step {seen.step}, {phase}" if seen.step >= 0 else f"in its {phase}"
+        place = f"in step {seen.step + 1}, {phase}" if seen.step >= 0 else f"in its {phase}"
         # all have come to it: no rank's code is at fault, but the network or a device
         if in_collective:
             lines = [f"a collective whose ranks have all come to it has not ended {age}: {self.waiting_line(seen, [])}"]

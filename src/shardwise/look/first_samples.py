@@ -57,6 +57,7 @@ class Findings:
     keeps_samples: str = ""  # the name of what it keeps of each sample for the next forward
     into_arguments: list[str] = field(default_factory=list)  # units of zero=3 that write into what they are given
     sample_bytes: float = 0.0  # of the widest result of a module, for each sample
+    widest: str = ""  # the path of that module
 
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
@@ -198,7 +199,8 @@ class _Look:
             self.problems += self.share(refused)
             findings.notices += self.share(notices)
         findings.into_arguments = sorted(seen.into_arguments.paths)
-        findings.reentrant, findings.sample_bytes = seen.reentrant, seen.widest / max(1, self.sizes[0])
+        findings.reentrant, (wide, findings.widest) = seen.reentrant, seen.widest
+        findings.sample_bytes = wide / max(1, self.sizes[0])
         findings.written, findings.read = sorted(seen.ever_written), sorted(seen.read)
         if self.problems and self.strict:
             raise RefusedPlan("; ".join(self.problems))

@@ -184,7 +184,7 @@ def _look_at_many(
     if not tried and state.staged is not None:
         tried = [total]  # stages are cut by fewer samples
     if not tried:
-        state.notices += too_many(sizes)
+        state.notices += too_many(sizes, findings.widest)
         return
     many, forward, outputs = many_of(sample, tried), state.forward, []
 

@@ -189,7 +189,7 @@ class Seen(TorchDispatchMode):
         self.reentrant = False
         self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
         self.into_arguments = ArgumentWrites()  # of the units of zero=3
-        self.widest = 0  # bytes of the largest tensor that a module gave
+        self.widest = 0, ""  # bytes of the largest tensor that a module gave, and its path
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
         self.in_pieces = {name for name, param in module.named_parameters() if isinstance(param, DTensor)}
@@ -221,9 +221,11 @@ class Seen(TorchDispatchMode):
                     self.into_arguments.enter(child, path, args, kwargs)
             self.running.append(child)
 
-        def leave(child: nn.Module, args: Any, output: Any) -> None:
+        def leave(path: str, child: nn.Module, args: Any, output: Any) -> None:
             self.into_arguments.leave(child)
-            self.widest = max([self.widest, *(leaf.nbytes for leaf in tree_leaves(output) if torch.is_tensor(leaf))])
+            wide = max((leaf.nbytes for leaf in tree_leaves(output) if torch.is_tensor(leaf)), default=0)
+            if wide > self.widest[0]:  # of modules that hand one result on, the first: that made it
+                self.widest = wide, path
             if self.running[-1:] == [child]:  # else one that was refused before it ran
                 self.running.pop()  # must return None: a hook's result would replace the output
 
@@ -233,7 +235,7 @@ class Seen(TorchDispatchMode):
                 handles.append(child.register_forward_pre_hook(lambda m, a, refuse=refuse: refuse(), prepend=True))
             handles.append(child.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             # always: a forward that raises must not stay among those that run
-            handles.append(child.register_forward_hook(leave, always_call=True))
+            handles.append(child.register_forward_hook(partial(leave, path), always_call=True))
         # Reentrant checkpoints run their backward by themselves, and a weight's gradient then comes in pieces.
         original = torch_checkpoint.CheckpointFunction.apply
 

@@ -59,12 +59,16 @@ def sizes_to_try(sizes: Sequence[int], sample_bytes: float) -> list[int]:
     return tried if len(tried) > 1 else []
 
 
-def too_many(sizes: Sequence[int]) -> list[str]:
-    """Returns a notice where several ranks have samples and none of their batches can be tried together."""
+def too_many(sizes: Sequence[int], widest: str) -> list[str]:
+    """Returns a notice where several ranks have samples and none of their batches can be tried together.
+
+    widest   the path of the module whose results take the most memory
+    """
     if sum(size > 0 for size in sizes) < 2:  # one rank has the whole batch: there are no parts
         return []
     return [
-        "that a module gives for a whole batch what it gives for ranks' parts was not checked: its results are wide"
+        "that each module gives for a whole batch what it gives for ranks' parts was not checked: a result of "
+        f"'{widest}' takes too much memory for that"
     ]
 
 

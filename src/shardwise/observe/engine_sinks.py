@@ -73,7 +73,7 @@ class TrainJobStatus:
         self._thread.start()
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        self._times = [*self._times, (step + 1, time.monotonic())][-RECENT:]
+        self._times = [*self._times, (step, time.monotonic())][-RECENT:]
         self._numbers = {**self._numbers, **numbers}
         self._news.set()
 

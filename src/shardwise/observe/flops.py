@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 from shardwise.device import device_name
 from shardwise.layout.precisions import BYTES, PRECISIONS
@@ -28,6 +28,9 @@ from shardwise.task import Task
 
 BY_PARAMETERS = "6 per token and parameter; looked-up embeddings and attention scores not counted"
 BY_COUNTING = "3 x the products, convolutions and attention of one forward pass"
+
+# attention as a CPU computes it, for which torch has no formula of its own
+_ON_CPUS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
 
 # dense peaks in TFLOP/s by part of the device's name: (16-bit, tf32, fp32); from the vendor's data sheets
 PEAKS: tuple[tuple[str, float, float, float], ...] = (
@@ -53,13 +56,28 @@ def count_flops(task: Task, sample: Any, tokens_per_sample: int | None) -> Flops
     """Returns the FLOPs of one sample; `sample` is a batch of one. Never fails: the convention says why not."""
     try:
         if tokens_per_sample is None:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            counter = FlopCounterMode(display=False)
+            counter.flop_registry |= _ON_CPUS
+            counter.mod_tracker = _AsOne()
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), counter:
                 forward_without_values(task, sample)
             return Flops(3.0 * counter.get_total_flops(), BY_COUNTING)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return Flops(6.0 * tokens_per_sample * _multiplied(task.model()), BY_PARAMETERS)
     except Exception as error:  # any model may need values; a run needs no FLOPs
         return Flops(None, f"not counted: the model does not run on shapes alone ({type(error).__name__})")
+
+
+class _AsOne:
+    """Stands for the counter's tracker of modules, which asserts on what a forward without gradients hands to them."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        """Nothing is tracked."""
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was."""
 
 
 def _multiplied(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""The metrics file: a JSON object a line, written at once. A step's numbers: speed, training/loop; charts: report."""
+"""The metrics file: a JSON object a line, written at once, steps from 1. Its numbers: training/loop; charts: report."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class StepProfile:
         # `table` is empty on a GPU, on all ranks alike
         if self.engine.rank != 0 or not table:
             return ""
-        fields = {"steps": list(self.steps), "unit": "ms per step", "ranks": tables}
+        fields = {"steps": [step + 1 for step in self.steps], "unit": "ms per step", "ranks": tables}
         write_json(self.folder / FOLDER / "table.json", fields)
         return as_text(tables, self.steps)
 
@@ -254,7 +254,7 @@ def as_text(tables: list[dict[str, float]], steps: range) -> str:
     names = list(dict.fromkeys(name for table in tables for name in table if name != "measured"))
     names.sort(key=lambda name: name.startswith("hidden"))
     width = max(map(len, names)) + 2
-    lines = [f"steps {steps.start} to {steps.stop - 1}, profiled (ms in a step, share of it)"]
+    lines = [f"steps {steps.start + 1} to {steps.stop}, profiled (ms in a step, share of it)"]
     lines += ["".ljust(width) + "".join(f"rank {rank}".rjust(16) for rank in range(len(tables)))]
     for name in [*names, "measured"]:
         cells = [f"{t.get(name, 0.0):.1f} {t.get(name, 0.0) / t['measured']:6.1%}".rjust(16) for t in tables]

@@ -1,4 +1,4 @@
-"""Read which steps a run profiles, from a text such as "10:12"."""
+"""Read which steps a run profiles, from a text such as "10:12", counted from 1 as its lines are."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ LONGEST = 20  # steps; a trace grows by megabytes in each
 
 
 def read_steps(text: str | None, steps: int) -> range:
-    """Returns the steps of "10:12" (10 and 11); empty where nothing was asked for. Raises `InputError`."""
+    """Returns the steps of "10:12" (10 and 11), as range(9, 11), from 0; empty where none are. Raises `InputError`."""
     if text is None:
         return range(0)
     profiled = _range(text, "train.profile_steps")
-    if profiled.stop > steps:
-        raise InputError(f"train.profile_steps: {text} is no part of the run's {steps} steps (0:{steps})")
+    if profiled.start < 0 or profiled.stop > steps:
+        raise InputError(f"train.profile_steps: {text} is no part of the run's {steps} steps (1:{steps + 1})")
     return profiled
 
 
 def read_steps_of_script(text: str) -> range:
-    """Returns the steps of "10:12" of a script, whose first one cannot be profiled. Raises `InputError`."""
+    """Returns the steps of "10:12" of a script, as `read_steps` does; refuses the first. Raises `InputError`."""
     profiled = _range(text, "--profile-steps")
     if profiled.start < 1:
         raise InputError(
-            f"--profile-steps: {text}: give the first step and the one before which to end, as 10:12; step 0 of a "
+            f"--profile-steps: {text}: give the first step and the one before which to end, as 10:12; step 1 of a "
             "script, in which the plan is made, is no step like the others"
         )
     return profiled
 
 
 def _range(text: str, option: str) -> range:
-    """Returns range(10, 12) of "10:12"; `InputError`, naming `option`, for another text, none or too many steps."""
+    """Returns range(9, 11) of "10:12"; `InputError`, naming `option`, for another text, none or too many steps."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
         raise InputError(f"{option}: {text!r} is no range of steps: give it as 10:12, which is steps 10 and 11")
-    profiled = range(int(first), int(last))
+    profiled = range(int(first) - 1, int(last) - 1)
     if not profiled:
         meant = f"{last}:{first}" if int(first) > int(last) else f"{first}:{int(last) + 1}"
         raise InputError(f"{option}: {text} ends before it begins, for its end is not part of it: {meant}")

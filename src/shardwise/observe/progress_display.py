@@ -1,8 +1,9 @@
 """The progress display of a run on rank 0's stderr: a live bar, or plain lines. It shows (`_text`): training/loop's.
 
-    step 120/1000  loss 2.3456  lr 1.00e-03  51.2k tokens/s  MFU 41.2 %  peak 1.3 GiB  0:01:12 left
+    step 120/1000  loss 2.3456  accuracy 0.512  lr 1.00e-03  51.2k tokens/s  MFU 41.2 %  peak 1.3 GiB  0:01:12 left
 
-MFU is shown where the device's peak is known, else the FLOP/s of each rank; the first line names the convention.
+The task's metrics and extra terms stand behind the loss. MFU is shown where the device's peak is known, else the
+FLOP/s of each rank; the first line names the convention.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from rich.table import Column
 from shardwise.observe.speed import Speed
 
 BAR = 20  # columns of the bar
+OWN = ("extra/", "metric/")  # what keys of a record begin with that the task gave
+MOST_OWN = 6  # numbers of the task's own in a line: a metric of each variable may be hundreds
 
 
 class Display:
@@ -47,7 +50,7 @@ class Display:
 
     def step(self, record: dict[str, Any]) -> None:
         """Show one optimizer step that has ended."""
-        done = record["step"] + 1
+        done = record["step"]
         if self._bar is not None:
             taken = len(f"step {self._total}/{self._total}") + BAR + 3
             self._bar.update(self._bar_task, completed=done, text=self._text(record, self._console.width - taken))
@@ -58,7 +61,7 @@ class Display:
         """Returns a step's numbers in words; where wider than `width`, the loss and the time left, then what fits."""
         unit = self._speed.unit
         loss = "skipped (not finite)" if record["skipped"] else f"loss {record['loss']:.4f}"
-        between = []
+        between = own_numbers(record)
         if record.get("lr") is not None:
             between.append(f"lr {record['lr']:.2e}")
         between.append(f"{short(record[f'{unit}_per_s'])} {unit}/s")
@@ -69,10 +72,10 @@ class Display:
             between.append(f"{short(record['flops_per_s_per_rank'], ' ')}FLOP/s per rank")
         if record.get("peak_bytes"):
             between.append(f"peak {size(record['peak_bytes'])}")
-        left = f"{self._left(record['step'] + 1)} left"
+        left = f"{self._left(record['step'])} left"
         # the rate first, then what stands furthest right: loss and time left stay
         while width is not None and len("  ".join([loss, *between, left])) > width and between:
-            between.pop(0 if between[0].startswith("lr ") else -1)
+            between.pop(next((at for at, text in enumerate(between) if text.startswith("lr ")), -1))
         return "  ".join([loss, *between, left])
 
     def _left(self, done: int) -> str:
@@ -84,6 +87,12 @@ class Display:
         """End the live line and leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
+
+
+def own_numbers(record: dict[str, Any]) -> list[str]:
+    """Returns the extra terms and metrics of a step's record as "name value", at most `MOST_OWN` and how many more."""
+    own = [f"{key.partition('/')[2]} {value:.4g}" for key, value in record.items() if key.startswith(OWN)]
+    return own if len(own) <= MOST_OWN else [*own[:MOST_OWN], f"(and {len(own) - MOST_OWN} more)"]
 
 
 def short(number: float, space: str = "") -> str:

@@ -23,7 +23,8 @@ def summary_text(summary: dict[str, Any]) -> str:
 
 
 def _plan(summary: dict[str, Any]) -> str:
-    return f"{summary['plan']} ({summary['world_size']} rank{'s' if summary['world_size'] > 1 else ''})"
+    ranks = f" ({summary['world_size']} rank{'s' if summary['world_size'] > 1 else ''})"
+    return "; then ".join(summary.get("plans") or [summary["plan"]]) + ranks
 
 
 def _steps(summary: dict[str, Any]) -> str:

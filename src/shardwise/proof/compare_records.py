@@ -141,7 +141,7 @@ def _compare_one(
     errors = parity.errors(kind)
     if error > errors.get(name, -1.0):
         errors[name] = error
-        parity.worst[kind, name] = f"{rank}, step {step}" if step >= 0 else f"{rank}, before the first step"
+        parity.worst[kind, name] = f"{rank}, step {step + 1}" if step >= 0 else f"{rank}, before the first step"
 
 
 def _look_for_nothing(parity: Parity, single: Record, ranks: Record) -> None:

@@ -174,7 +174,7 @@ def differences(job: Any, samples: int | None, run_factor: Any, total: int) -> l
     looked_at = sorted({total * index // MOST_LOOKED_AT for index in range(MOST_LOOKED_AT)} | {total - 1})
     for step in looked_at:
         if abs(run_factor(step) - factor(config.schedule, total, step)) > NEAR:
-            told.append(f"the schedule's factor at step {step} is {factor(config.schedule, total, step):g}, in the run "
-                        f"{run_factor(step):g}")  # fmt: skip
+            told.append(f"the schedule's factor at step {step + 1} is {factor(config.schedule, total, step):g}, in the "
+                        f"run {run_factor(step):g}")  # fmt: skip
             break
     return told

@@ -41,12 +41,12 @@ class Located:
     kind: str  # what the difference looks like, in words; "" where nothing does
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as values that JSON holds."""
-        return asdict(self)
+        """Returns the fields as values that JSON holds; `step` from 1, as `text` has it, and 0 before the first."""
+        return asdict(self) | {"step": self.step + 1}
 
     def text(self) -> str:
         """Returns the first difference as one line of text."""
-        when = "before the first step" if self.step < 0 else f"step {self.step}"
+        when = "before the first step" if self.step < 0 else f"step {self.step + 1}"
         where = f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
         what = f" {self.tensor}" if self.tensor else ""
         # "forward of", "backward of": the phase is of a module, and has no tensor's name

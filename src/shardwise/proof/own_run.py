@@ -117,14 +117,14 @@ def differences(task: Task, plan: Any, settings: RunSettings, ranks: list[Watchi
     watched = ranks[0]
     seen, last = watched.seen, settings.steps - 1
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    evaluations = {row["step"]: row for row in rows if "eval_loss" in row}
+    evaluations = {row["step"] - 1: row for row in rows if "eval_loss" in row}
     expected = [step for step in range(settings.steps) if step != watched.spoilt]
     told = []
     if seen.updated != expected:
         told.append(f"steps {seen.updated} were updates, where {expected} are finite")
         return told  # all that follows is numbered by these steps
     # exactly the spoilt step may be skipped
-    skipped = [row["step"] for row in rows if row.get("skipped")]
+    skipped = [row["step"] - 1 for row in rows if row.get("skipped")]
     if skipped != [step for step in [watched.spoilt] if step is not None]:
         told.append(f"steps {skipped} are told to be skipped, and step {watched.spoilt} overflowed")
     # an optimizer with two modes rounds weights at each switch between them: compared up to that

@@ -22,7 +22,7 @@ from shardwise.layout.dealing import enough_samples
 from shardwise.progress import Say, silent
 from shardwise.proof.outcome import Parity
 from shardwise.task import Task
-from shardwise.task_names import resolve_task
+from shardwise.task_names import refuse_while_imported, resolve_task
 
 NO_ROOM = (
     ". A proof holds the whole model in one process, in float64: prove one of fewer blocks (--shrink) or a narrower "
@@ -61,6 +61,7 @@ def verify(
     from shardwise.device import check_device, check_own_backend
     from shardwise.proof.settings import Settings
 
+    refuse_while_imported("verify")
     if steps < 1:
         raise InputError(f"verify needs at least 1 step, got {steps}")
     if clip_norm is not None and not clip_norm > 0:
@@ -202,7 +203,9 @@ def _refuse_other_samples(task: Task, settings: Any, ranks: Any) -> None:
 
     for step, checksum in enumerate(ranks.batches):
         if checksum_of(global_batch(task, settings, step)) != checksum:
-            raise InputError(f"the batch of step {step} is another in the ranks than in this process: {OTHER_SAMPLES}")
+            raise InputError(
+                f"the batch of step {step + 1} is another in the ranks than in this process: {OTHER_SAMPLES}"
+            )
 
 
 def _judge(parity: Parity, task: Task, settings: Any, single: Any, ranks: Any) -> None:

@@ -319,7 +319,7 @@ def _read(folder: Path) -> RunRecord:
     record = RunRecord()
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         numbers = {key: math.nan if value is None else value for key, value in json.loads(line).items()}
-        step = int(numbers.pop("step"))
+        step = int(numbers.pop("step")) - 1
         if "eval_loss" in numbers:
             record.evaluations[step] = numbers
         else:
@@ -344,9 +344,10 @@ def _compare(parity: Parity, single: RunRecord, ranks: RunRecord) -> None:
     for step, (mine, theirs) in enumerate(zip(single.steps, ranks.steps, strict=False)):
         parity.loss_error = max(parity.loss_error, number_error(theirs["loss"], mine["loss"]))
         parity.norm_error = max(parity.norm_error, number_error(theirs["grad_norm"], mine["grad_norm"]))
-        _compare_numbers(parity, f"step {step}", mine, theirs)
+        _compare_numbers(parity, f"step {step + 1}", mine, theirs)
     for step in sorted(single.evaluations.keys() & ranks.evaluations.keys()):
-        _compare_numbers(parity, f"the evaluation after step {step}", single.evaluations[step], ranks.evaluations[step])
+        told = f"the evaluation after step {step + 1}"
+        _compare_numbers(parity, told, single.evaluations[step], ranks.evaluations[step])
     # a weight at zero moves by the learning rate: the scale below which its error is not relative
     rate = max((abs(numbers["lr"]) for numbers in single.steps), default=0.0)
     both = (("", single.weights, ranks.weights), ("average of ", single.averages, ranks.averages))

@@ -90,7 +90,7 @@ def _open_logs(world_size: int, log_dir: str | os.PathLike[str] | None) -> dict[
     folder = Path(log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return {rank: os.open(folder / f"rank{rank}.log", mode, 0o644) for rank in range(1, world_size)}
+    return {rank: os.open(folder / f"rank{rank}.log", mode, 0o666) for rank in range(1, world_size)}
 
 
 def _start_all(

@@ -15,6 +15,8 @@ LIGHT = ("#2f6bb0", "#d9641a", "#2f8a4c", "#a83a8d", "#b0301f", "#5d5ec9", "#7a6
 DARK = ("#79b0f0", "#ffa766", "#72cf92", "#e48ccb", "#ff8c7a", "#a9aaff", "#d6c46a", "#7fcad8")
 VERSIONS = ("shardwise", "torch", "python")
 MEMORY = ("parameters", "gradients", "optimizer")
+# what the keys of the tasks' own numbers begin with, as training/loop writes them
+OF_STEPS, OF_HELD_OUT = ("extra/", "metric/"), ("eval_metric/", "ema_eval_metric/")
 
 
 def style() -> str:
@@ -58,6 +60,7 @@ def page(runs: Sequence[RunFiles]) -> str:
         f"<h1>{_text(title)}</h1>",
         _overview(runs),
         _section("Loss", _pair([_loss(runs), _held_out(runs)])),
+        _section("Metrics and extra terms", _pair(_own(runs))),
         _section("Speed", _pair([*_speed(runs), _where(runs)])),
         _section("Memory", _pair([_memory(runs)])),
         _section("Forecast beside measurement", _forecasts(runs)),
@@ -107,8 +110,7 @@ def _overview(runs: Sequence[RunFiles]) -> str:
     """Returns the table of what the runs came to, a column for each."""
     rows: list[tuple[str, Callable[[RunFiles], str]]] = [
         ("task", lambda run: _broken(run.task)),
-        # a run that has ended tells its plan in its summary; one that has not, in its configuration
-        ("plan", lambda run: f"<code>{_text(run.summary.get('plan') or run.plan or '')}</code>"),
+        ("plan", _plans),
         ("ranks", lambda run: _text(run.summary.get("world_size") or (run.plan.world_size if run.plan else ""))),
         # a run without a summary is still going, or was killed
         ("steps", lambda run: f"{len(run.steps)}" + ("" if run.summary else " (not ended)")),
@@ -122,6 +124,13 @@ def _overview(runs: Sequence[RunFiles]) -> str:
     return _table(["", *_named(runs)], [(name, *[cell(run) for run in runs]) for name, cell in rows])
 
 
+def _plans(run: RunFiles) -> str:
+    """Returns a run's plan, or all that took its steps one after another."""
+    # a run that has ended tells its plan in its summary; one that has not, in its configuration
+    plans = run.summary.get("plans") or [run.summary.get("plan") or run.plan or ""]
+    return "<br>".join(f"<code>{_text(plan)}</code>" for plan in plans)
+
+
 def _typical(run: RunFiles) -> float:
     values = [value for _, value in run.column(f"{run.unit}_per_s")]
     return median(values[1:] or values or [0.0])
@@ -133,11 +142,20 @@ def _loss(runs: Sequence[RunFiles]) -> str:
 
 def _held_out(runs: Sequence[RunFiles]) -> str:
     """Returns the chart of held-out losses."""
-    series = [
-        (at % COLOURS, run.name, [(row["step"] + 1, row["eval_loss"]) for row in run.held_out])
-        for at, run in enumerate(runs)
-    ]
+    series = [(at % COLOURS, run.name, run.column("eval_loss", of_steps=False)) for at, run in enumerate(runs)]
     return lines(series, "held-out loss", dots=True)
+
+
+def _own(runs: Sequence[RunFiles]) -> list[str]:
+    """Returns a chart for each of the tasks' own numbers, in training and on held-out data."""
+    charts = []
+    for of_step, begins in ((True, OF_STEPS), (False, OF_HELD_OUT)):
+        records = [row for run in runs for row in (run.steps if of_step else run.held_out)]
+        for name in dict.fromkeys(key for row in records for key in row if key.startswith(begins)):
+            series = [(at % COLOURS, run.name, run.column(name, of_step)) for at, run in enumerate(runs)]
+            where = "" if of_step else ", held-out, of the average" if name.startswith("ema_") else ", held-out"
+            charts.append(lines(series, name.partition("/")[2] + where, dots=not of_step))
+    return charts
 
 
 def _speed(runs: Sequence[RunFiles]) -> list[str]:

@@ -45,9 +45,10 @@ class RunFiles:
         """Returns the unit of the run's speed: samples or tokens."""
         return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
 
-    def column(self, name: str) -> list[tuple[float, float]]:
-        """Returns (step counted from 1, value) of each step's record that has a number under `name`."""
-        return [(row["step"] + 1, row[name]) for row in self.steps if isinstance(row.get(name), int | float)]
+    def column(self, name: str, of_steps: bool = True) -> list[tuple[float, float]]:
+        """Returns (step, value) of each record, of a step or else of an evaluation, that has a number under `name`."""
+        rows = self.steps if of_steps else self.held_out
+        return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 
 def read_run(folder: Path) -> RunFiles:

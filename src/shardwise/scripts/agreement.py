@@ -55,7 +55,7 @@ def compare(engine: Engine, tally: Tally) -> None:
 
     tally   of a step that is complete, with what `note` wrote
     """
-    rows = tally.alike_by_rank
+    rows, step = tally.alike_by_rank, engine.steps_done + 1
     # the control row went round the ranks that add up gradients alone: those of other axes (tp) are compared here
     if engine.mesh.gradients.size < engine.mesh.world.size:
         rows = read(gather_rows(row_of(list(tally.alike), engine.device), engine.mesh.world), "what ranks draw and set")
@@ -63,19 +63,19 @@ def compare(engine: Engine, tally: Tally) -> None:
     # samples first: a sampler that draws by torch's generator moves it too, and this message names the sampler
     if batches_apart:
         raise RunError(
-            f"the ranks' loaders drew other samples in step {engine.steps_done}: the sampler draws from a generator "
+            f"the ranks' loaders drew other samples in step {step}: the sampler draws from a generator "
             "that differs between ranks: seed it alike on every rank"
         )
     if generators_apart:
         raise RunError(
-            f"the ranks' random generators stand apart in step {engine.steps_done}: something drew more on one than on "
+            f"the ranks' random generators stand apart in step {step}: something drew more on one than on "
             "another: what the script does under if rank == 0 (an evaluation that draws its batches: do it on every "
             "rank), or a dataset that draws while it reads (give the loader num_workers=1, or the dataset a generator "
             'of its own); or use prepare(..., randomness="fast")'
         )
     if settings_apart:
         raise RunError(
-            f"the optimizer's settings (lr) differ between ranks in step {engine.steps_done}: set them from "
+            f"the optimizer's settings (lr) differ between ranks in step {step}: set them from "
             "what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
         )
 

@@ -11,7 +11,7 @@ What this does not do: find out whether the script is right on ranks. `shardwise
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +130,8 @@ def prepare(
     Raises `InputError` for what cannot be prepared or a wrong number of ranks, `RefusedPlan` for a plan that a
     script's own loop cannot follow.
     """
+    if more and isinstance(more[0], str | Mapping | Plan):
+        raise InputError(f"prepare takes the plan by its name: prepare(model, optimizer, loader, plan={more[0]!r})")
     if more:
         raise InputError(
             f"prepare takes (model, optimizer, loader), and is given a {type(more[0]).__name__} too: leave it out: a "

@@ -169,8 +169,9 @@ class Stepping(OverRanks):
         if self.calls.part is None and engine.data_ranks > 1:
             raise InputError(
                 "prepared.backward: the loader that was given to prepare has handed out no batch, so which samples the "
-                "loss belongs to is not known: go through that loader; for a second model in the same loop, give "
-                "prepare the loader that the first prepare returned"
+                "loss belongs to is not known: go through what prepare returns (prepared = model, optimizer, loader = "
+                "shardwise.prepare(...)); for a second model in the same loop, give prepare the loader that the first "
+                "prepare returned"
             )
         self._open_step()
 

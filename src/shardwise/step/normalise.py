@@ -172,7 +172,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     Raises `NotFinite` on every rank for a loss or norm that is not finite, where such steps are neither skipped nor
     used and no loss scale expects it; `InputError` for a negative weight.
     """
-    weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
+    weight = not_negative(agreed.weight, f"weight of step {state.steps_done + 1}")
     scale, divisor = state.scale, divisor_of(state, weight)
     summed = state.technique.in_pieces and state.order is None
     rows = agreed.square_norms[: state.mesh.shard.size] if summed else agreed.square_norms[:1]
@@ -219,16 +219,16 @@ def not_finite(state: RankState, result: StepResult, skip: str = SKIP) -> None:
     # nothing counts in the batch: what is wrong is no number of the model's
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
-        raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT.format(skip))
-    # weights are looked at in step 0 alone, if no update has moved them: uninitialised ones are the likeliest mistake
+        raise NotFinite(f"{what} is not finite in step {state.steps_done + 1}", "", NO_WEIGHT.format(skip))
+    # weights are looked at in the first step alone, before any update: uninitialised ones are the likeliest mistake
     unset = None if state.steps_done or state.as_made is not None else _first_bad(state, lambda slot: slot.master)
     if unset:
         raise NotFinite(
-            f"{what} is not finite in step 0", f": '{unset}' holds NaN or an infinite value at start", UNSET
+            f"{what} is not finite in step 1", f": '{unset}' holds NaN or an infinite value at start", UNSET
         )
     bad = _first_bad(state, lambda slot: slot.master.grad)
     where = f"; the first bad gradient is that of '{bad}'" if bad else ""
-    raise NotFinite(f"{what} is not finite in step {state.steps_done}", where, DIVERGED.format(skip))
+    raise NotFinite(f"{what} is not finite in step {state.steps_done + 1}", where, DIVERGED.format(skip))
 
 
 def _first_bad(state: RankState, of: Callable[[Slot], torch.Tensor | None]) -> str | None:

@@ -52,7 +52,7 @@ def _taken(path: Path) -> tuple[int, list[str]]:
         try:
             # the holder may remove the file between open and lock, and the lock would be on a file nobody else opens:
             # test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise InputError(
                 f"{path.parent} takes no files: {error.strerror}. A run goes on in its own folder: make it writable, "

@@ -118,6 +118,7 @@ class Keeper:
         self._alike = HeldAlike(engine.module, engine.mesh, _REMEDY)
         self.stalls_s: list[float] = []  # of each save, what its step waited
         self.first = 0  # the first step of this run
+        self._plans = [(0, str(engine.plan))]  # (steps before it, plan), of the runs before too
         self.first_loss: float | None = None  # of the run that goes on
         self.best: dict[str, Any] | None = None  # step, held-out loss and weights of train.keep_best
         self._weights: Path | None = None  # where the weights of the last step are
@@ -171,6 +172,9 @@ class Keeper:
             notices.append(
                 f"{name} was edited since the checkpoint: what it says now (model, loss, data) is trained on"
             )
+        before = (fields.get("run") or {}).get("plans") or [(0, fields["plan"])]
+        under_way = self._plans[0][1]
+        self._plans = before if before[-1][1] == under_way else [*before, (self.first, under_way)]
         if not restored.same_plan:
             notices.append(of_another_plan(Plan.parse(fields["plan"]), self.engine.plan))
         self.engine.notices.extend(notices)
@@ -293,7 +297,7 @@ class Keeper:
         row += self.stragglers.row(done - self._looked_after)
         table = gather_rows(put(row, self.engine.device), self.engine.mesh.world).tolist()
         slowest = max(row[3] for row in table)
-        self.stragglers.look([row[4:] for row in table])
+        self.stragglers.look([row[4:] for row in table], slowest)
         self._looked, self._looked_after = now, done
         # the next look is collective, so its step is computed from the slowest rank's seconds, alike on all ranks
         self._look_at = done + max(1, min(MOST_STEPS, int(LOOK_S / max(slowest, 1e-9))))
@@ -314,7 +318,7 @@ class Keeper:
             "data": None if self.loader is None else self.loader.state_dict(),
             "settings": settings_of(self.job.effective),
             "task_file": task_digest(self.job.effective),
-            "run": {"first_loss": first_loss, "name": self.job.name, "best": self.best},
+            "run": {"first_loss": first_loss, "name": self.job.name, "best": self.best, "plans": self._plans},
             "unlike": None if self.check is None else self.check.unlike,
         }
         try:
@@ -370,6 +374,13 @@ class Keeper:
             self._save(first_loss)
             if self.saver is not None:
                 self._finish_save(final=True)
+
+    def plans(self) -> list[str]:
+        """Returns each plan of the run with its steps, "tp=2 in steps 4 to 9"; [] where one plan took them all."""
+        ends = [*(done for done, _ in self._plans[1:]), self.job.steps]
+        if len(self._plans) == 1:
+            return []
+        return [f"{plan} in steps {done + 1} to {end}" for (done, plan), end in zip(self._plans, ends, strict=True)]
 
     def settle(self) -> None:
         """Waits for the save under way. Collective."""

@@ -278,7 +278,7 @@ class _Rank:
         if step == 0 or (step + 1) % self.job.effective.config.train.log_every == 0:
             self.peak_bytes = self.engine.memory().get("peak") or 0
         record = {
-            "step": step,
+            "step": step + 1,
             "loss": float(result.loss),
             "weight": float(result.weight),
             "lr": result.lr,
@@ -330,7 +330,7 @@ class _Rank:
         with self.engine.observe() as ledger:
             result = self.engine.step(batch)
         if self.engine.rank == 0:
-            write_json(self.job.folder / "ledger.json", {"step": step, "rank": 0, "collectives": ledger.rows()})
+            write_json(self.job.folder / "ledger.json", {"step": step + 1, "rank": 0, "collectives": ledger.rows()})
         return result
 
     def _evaluates_after(self, step: int) -> bool:
@@ -360,7 +360,7 @@ class _Rank:
                 own["ema_eval_loss"], _, of_average = measured()
             own |= {f"ema_eval_metric/{name}": value for name, value in of_average.items()}
         if self.metrics is not None:
-            self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": weight, **own})
+            self.metrics.write({"step": step + 1, "eval_loss": self.eval_loss, "eval_weight": weight, **own})
         if self.display is not None and self.engine.rank == 0:
             metrics = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
             self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{metrics}")
@@ -389,6 +389,7 @@ class _Rank:
             "folder": str(self.job.folder),
             "task": self.job.name,
             "plan": str(plan),
+            "plans": self.keeper.plans(),
             "world_size": plan.world_size,
             "steps": self.job.steps,
             "before": self.first,

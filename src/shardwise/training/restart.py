@@ -264,7 +264,7 @@ def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
     for line in text.splitlines():
         with suppress(ValueError, KeyError, TypeError):  # an evaluation, or half a line of a rank that died
             record = json.loads(line)
-            total += record["seconds"] + record["input_seconds"] if first <= record["step"] < stop else 0.0
+            total += record["seconds"] + record["input_seconds"] if first < record["step"] <= stop else 0.0
     return total
 
 

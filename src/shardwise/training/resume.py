@@ -200,13 +200,13 @@ def mark_stopped(run: Path, effective: Effective, stopped: dict[str, Any]) -> No
 
 
 def trim_metrics(path: Path, first: int) -> None:
-    """Removes the records of steps from `first` on, which are taken again, and broken lines."""
+    """Removes the records behind the first `first` steps, which are taken again, and broken lines."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if int(json.loads(line)["step"]) < first:
+            if int(json.loads(line)["step"]) <= first:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue

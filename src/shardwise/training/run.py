@@ -24,6 +24,7 @@ from shardwise.ranks import LaunchedPlace, here
 from shardwise.ranks.attempts import remember, remembered
 from shardwise.ranks.launchers import perhaps_hosts
 from shardwise.task import Task
+from shardwise.task_names import refuse_while_imported
 from shardwise.training.go_on import how_to_go_on
 from shardwise.training.holding import LOCK, held
 from shardwise.training.job import Job, make_job
@@ -89,6 +90,7 @@ def train(
 
     Raises `InputError` for what cannot be meant, `RefusedPlan` for a plan that does not run, `RunError` where it fails.
     """
+    refuse_while_imported("train")
     task_or_function = task if not isinstance(task, str) else None
     values = [*_from_config(config), Given("task.name", _name_of(task), "the task")]
     if plan is not None:

@@ -15,6 +15,7 @@ from shardwise.guard.points import PHASES, record
 TIMES = 2.0  # the median
 LOOKS = 5  # in a row
 LEAST_S = 0.005  # a step: below it, what a host does besides decides
+COSTS = 0.05  # of a step's time that the others wait: less is not worth a word
 # of a step, as `guard.points` names them, each until the next one begins
 PHASE_NAMES = {name: phase.words for name, phase in PHASES.items() if phase.words}
 
@@ -36,8 +37,11 @@ class Stragglers:
         self._own_s = now
         return [float(self.engine.mesh.pp.index), *own]
 
-    def look(self, rows: list[list[float]]) -> None:
-        """Judge every rank by its `row`, in rank order; add a notice on a rank that was slow `LOOKS` times in a row."""
+    def look(self, rows: list[list[float]], step_s: float) -> None:
+        """Judge every rank by its `row`, in rank order; add a notice on a rank that was slow `LOOKS` times in a row.
+
+        step_s   seconds of a step since the last look, waits and all
+        """
         stages: dict[float, list[list[float]]] = defaultdict(list)
         # pipeline stages have unequal work, so a rank is compared only with ranks of its own stage
         for stage, *own in rows:
@@ -46,12 +50,12 @@ class Stragglers:
             of_stage = list(zip(*stages[stage], strict=True))
             # a phase before the whole step, which it makes slow too
             for what, mine, others in zip([*PHASE_NAMES, ""], [*own, sum(own)], of_stage, strict=True):
-                self._judge(rank, what, mine, others)
+                self._judge(rank, what, mine, others, step_s)
 
-    def _judge(self, rank: int, what: str, own: float, others: tuple[float, ...]) -> None:
+    def _judge(self, rank: int, what: str, own: float, others: tuple[float, ...], step_s: float) -> None:
         """Count how often in a row a rank was slow in a phase ("": the step), beside the `others` of its stage."""
         usual = median_low(others)  # of two ranks the other one's
-        slow = len(others) > 1 and own > TIMES * usual and own > LEAST_S
+        slow = len(others) > 1 and own > TIMES * usual and own > LEAST_S and own - usual > COSTS * step_s
         self._slow[rank, what] = self._slow[rank, what] + 1 if slow else 0
         if self._slow[rank, what] == LOOKS and rank not in self.named:
             self.named.add(rank)

@@ -169,7 +169,7 @@ def cause_of_change(sides: Difference, before: str) -> Cause:
             [_vector(asked, asked), _vector(kept[-1], asked)], _vector(now.steps[step].gradients, asked)
         )
         if rest < NEAR and all(abs(share - 1) < NEAR for share in shares):  # the last step's gradients were not zeroed
-            return _cause("gradients_kept", step)
+            return _cause("gradients_kept", step + 1)
     return replace(_cause("changed", before, _first_of(sides.parity), _done(sides)), foreign=sides.foreign)
 
 
@@ -180,10 +180,11 @@ def _done(sides: Difference) -> str:
     if any(at < 0 for at in parity.exceeded.values()):  # -1: before the first step
         return "Its weights at the start are others: more is drawn before they are, or by another seed"
     settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
-    if settings and int(settings.split()[1].rstrip(":")) <= step:  # its text begins "step 3:"
+    if settings and _step_of(settings) <= step:
         return f"Another setting of the optimizer, {settings}"
     if abs(was.content - now.content) > NEAR * abs(was.content):
-        return f"Its models are called with other numbers in step {step}: samples, their order, or how they are made"
+        what = "samples, their order, or how they are made"
+        return f"Its models are called with other numbers in step {step + 1}: {what}"
     names = [name for (kind, name), at in parity.exceeded.items() if kind == "gradient" and at == step]
     for few in (was.gradients, {name: was.gradients[name] for name in names if name in was.gradients}):
         factor = _factor(_vector(now.gradients, few), _vector(few, few)) if few else None  # None: no one factor fits
@@ -220,9 +221,9 @@ def _of_records(sides: Difference) -> Cause | None:
         return _cause("beside", beside)
     other = _other_samples(sides)
     if other is not None and other <= step:
-        return _cause("other_samples", other)
+        return _cause("other_samples", other + 1)
     settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
-    if settings and int(settings.split()[1].rstrip(":")) <= step:
+    if settings and _step_of(settings) <= step:
         return _cause("learning_rate", settings)
     if kinds and kinds <= {"buffer"}:
         return _cause("batch_norm_buffers", _first_of(parity))
@@ -233,8 +234,13 @@ def _of_records(sides: Difference) -> Cause | None:
         deviating = next((rank for rank, each in enumerate(sides.ranks[1:], 1) if _apart(many, each, step)), None)
         if deviating is not None:
             return _cause("rank_differs", deviating, _first_of(parity))
-        return _cause("update", step) if kinds else None
+        return _cause("update", step + 1) if kinds else None
     return _of_gradients(sides, step, kinds)
+
+
+def _step_of(settings: str) -> int:
+    """Returns the step, from 0, of a difference of settings; its text begins "step 3:", counted from 1."""
+    return int(settings.split()[1].rstrip(":")) - 1
 
 
 def first_step(sides: Difference) -> int:
@@ -298,7 +304,7 @@ def _weighed(sides: Difference, step: int, single: list[float], ranks: list[floa
     samples = sum(sides.single.steps[step].samples)
     weighed_alike = max(single) - min(single) <= NEAR * max(map(abs, single))  # not by samples
     if all(even) and samples % size and form != "mean_over" and step and weighed_alike:
-        return _cause("uneven_only", step, samples)
+        return _cause("uneven_only", step + 1, samples)
     if sides.foreign and max(ranks) - min(ranks) > NEAR * max(map(abs, ranks)):  # a wrapper weighs all alike
         return _cause("gradient_written")
     return _cause("mean_over", _ratio(single), _ratio(ranks))
@@ -335,11 +341,11 @@ def _not_a_sum(sides: Difference, step: int, rest: float) -> Cause:
     samples = sum(single.steps[step].samples)
     ranks = max(1, sides.plan.data_ranks)
     if before and samples % ranks and not any(sum(each.samples) % ranks for each in before):  # first uneven step
-        return _cause("uneven_only", step, samples)
+        return _cause("uneven_only", step + 1, samples)
     if before and step not in single.drew:  # equal in earlier steps, and nothing is drawn: something is kept
-        return _cause("kept", step)
+        return _cause("kept", step + 1)
     tried = "" if sides.foreign else _tried(sides.cures)  # no prepare, no loss_scope
-    return _cause("draws", step, tried) if step in single.drew else _cause("loss_scope", rest, tried)
+    return _cause("draws", step + 1, tried) if step in single.drew else _cause("loss_scope", rest, tried)
 
 
 def _tried(cures: Callable[[str], bool]) -> str:

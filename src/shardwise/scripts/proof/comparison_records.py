@@ -33,13 +33,13 @@ class FirstDifference:
     step: int
 
     def as_dict(self) -> dict[str, object]:
-        """Returns {"kind", "name", "step"}."""
-        return asdict(self)
+        """Returns {"kind", "name", "step"}, steps from 1, as `text` has them, and 0 before the first."""
+        return asdict(self) | {"step": self.step + 1}
 
     def text(self) -> str:
         """Returns the difference in words: "gradient of 'head.weight', step 2"."""
         what = f"{self.kind} of '{self.name}'" if self.name else self.kind
-        return f"{what}, step {self.step}" if self.step >= 0 else f"{what}, before the first step"
+        return f"{what}, step {self.step + 1}" if self.step >= 0 else f"{what}, before the first step"
 
 
 def first_difference(parity: Parity) -> FirstDifference:
@@ -251,7 +251,7 @@ def _settings_differ(step: int, single: list[dict], many: list[dict]) -> str:
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):
                 return (
-                    f"step {step}: {key} of the optimizer's group {place} is {theirs.get(key)}, in one process "
+                    f"step {step + 1}: {key} of the optimizer's group {place} is {theirs.get(key)}, in one process "
                     f"{mine.get(key)}"
                 )
-    return f"step {step}: the optimizer has {len(many)} groups, in one process {len(single)}"
+    return f"step {step + 1}: the optimizer has {len(many)} groups, in one process {len(single)}"

@@ -243,7 +243,7 @@ def _set_rounding_apart(
 
 def _refuse_not_finite(first: ScriptRecord) -> None:
     """Raise `InputError` where a loss of the one process is not finite, which no run would equal."""
-    for step, record in enumerate(first.steps):
+    for step, record in enumerate(first.steps, 1):
         if any(not math.isfinite(loss) for loss in record.losses):
             raise InputError(f"verify: in one process the loss of step {step} is not finite: nothing equals that")
 
