@@ -6,6 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from shardwise import progress
 from shardwise.observe.progress_display import Display
 
@@ -53,6 +55,17 @@ def test_nothing_is_said_where_it_is_not_wanted(capfd) -> None:
     with progress.timing(False) as say:
         say("a part")
     assert capfd.readouterr().err == ""
+
+
+def test_the_time_left_of_a_run_that_goes_on_is_by_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("shardwise.observe.progress_display.time", SimpleNamespace(monotonic=lambda: now[0]))
+    speed: Any = SimpleNamespace(unit="samples")
+    display = Display(1000, speed, log_every=1000, live=False)
+    for step, left in ((901, "0:16:30"), (902, "0:16:20")):
+        now[0] += 10.0
+        display.step({"step": step})
+        assert display._left(step) == left
 
 
 def test_a_step_is_shown_with_the_numbers_of_the_task(capfd) -> None:

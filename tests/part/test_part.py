@@ -402,6 +402,30 @@ def test_an_operation_without_a_rule_is_refused_by_name() -> None:
         torch.linalg.det(_rehearsed((3, 4, 4), 1, may_gather=False))
 
 
+def _reductions() -> list[tuple[str, str]]:
+    """(what, how it differs from the whole tensor's) of reductions over the cut dim, in 16 bits and of complex x."""
+    ranks = torch.distributed.get_world_size()
+    axis = build_mesh(Plan(tp=ranks), torch.device("cpu")).tp
+    owners, told = Owners.blocks(8192, ranks), []
+    half = torch.full((8192, 3), 300.0, dtype=torch.float16)
+    spread = torch.cat([half[:4096], -half[:4096]])
+    turning = torch.randn(8192, 2, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    for what, x, reduce in [
+        ("mean", half, lambda t: t.mean(0)), ("std", spread, lambda t: t.std(0)), ("var", turning, lambda t: t.var(0)),
+        ("norm", half, lambda t: torch.linalg.vector_norm(t, 2, 0, dtype=torch.float32)),
+        ("third", half / 10, lambda t: torch.linalg.vector_norm(t, 3, 0)),
+    ]:  # fmt: skip
+        expected, out = reduce(x), plain(reduce(to_part(owners.take(x, 0, axis.index).clone(), 0, owners, axis)))
+        same = out.dtype == expected.dtype and torch.allclose(out, expected, rtol=1e-3)
+        told.append((what, "" if same else f"{out} for {expected}"))
+    return told
+
+
+def test_reductions_add_up_as_wide_as_torch_does(pool) -> None:
+    for told in pool.run(_reductions, 2):
+        assert [what for what in told if what[1]] == []
+
+
 def test_an_index_that_is_not_there_is_an_error_as_in_torch() -> None:
     part = _rehearsed((8, 3), 0, may_gather=True)
     for index in (8, -9):

@@ -442,6 +442,13 @@ def test_weights_of_other_ranks_that_differ_at_the_start_are_named(pool: RankPoo
     assert "'2.bias' of rank 1" in parity.cause.text
 
 
+def test_a_link_to_itself_stays_one_in_a_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "self").symlink_to("self")
+    monkeypatch.chdir(tmp_path)
+    with looking_like(str(tmp_path)) as folder:
+        assert (Path(folder) / "self").is_symlink()
+
+
 def test_a_scratch_folder_may_lie_in_what_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("a")

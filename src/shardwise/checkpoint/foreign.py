@@ -100,6 +100,8 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
     there = ", ".join(repr(name) for name in list(states)[:5]) or "none"
     if key is not None:
         raise InputError(f"{path} has no state dict {key!r}; --key takes one of {there}")
+    if not states:
+        raise InputError(f"{path} holds no state dict: no table of names and tensors is in it")
     raise InputError(f"{path} holds {len(states)} state dicts: --key says which, one of {there}")
 
 

@@ -31,7 +31,7 @@ class Display:
     ) -> None:
         self._total, self._speed, self._log_every = total, speed, log_every
         self._console = Console(stderr=True, soft_wrap=True, highlight=False)
-        self._started = time.monotonic()
+        self._started, self._before = time.monotonic(), -1  # steps that were done before; a run may have gone on
         self._bar: Progress | None = None
         if sys.stderr.isatty() if live is None else live:
             whole = Column(no_wrap=True)
@@ -51,6 +51,7 @@ class Display:
     def step(self, record: dict[str, Any]) -> None:
         """Show one optimizer step that has ended."""
         done = record["step"]
+        self._before = done - 1 if self._before < 0 else self._before
         if self._bar is not None:
             taken = len(f"step {self._total}/{self._total}") + BAR + 3
             self._bar.update(self._bar_task, completed=done, text=self._text(record, self._console.width - taken))
@@ -79,7 +80,7 @@ class Display:
         return "  ".join([loss, *between, left])
 
     def _left(self, done: int) -> str:
-        seconds = (time.monotonic() - self._started) / done * (self._total - done)
+        seconds = (time.monotonic() - self._started) / (done - self._before) * (self._total - done)
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 

@@ -115,7 +115,10 @@ def dumps(value: Any) -> bytes:
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Returns the call as bytes; `InputError` for a function that the ranks could not find by name."""
+    """Returns the call as bytes.
+
+    Raises `InputError` for a function that the ranks could not find by name, or arguments that cannot be pickled.
+    """
     main = sys.modules.get("__main__")
     if getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
         raise InputError(

@@ -119,7 +119,10 @@ def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
 
 
 def _without_values(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a fake tensor on the CPU of the same shape in this dtype."""
+    """Returns a fake tensor of the same shape and strides in this dtype; to be called within `fake`.
+
+    One that is fake already, or has values, stays on its device; one of "meta" comes to the CPU.
+    """
     if isinstance(tensor, FakeTensor):
         return tensor.data.to(dtype)
     if tensor.device.type == "meta":  # asking it for `.data` would cost more than all that it tells

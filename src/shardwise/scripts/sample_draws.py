@@ -349,7 +349,7 @@ class SampleDraws(TorchFunctionMode):
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
     def _seen_at(self, shape: tuple[int, ...], rows: int) -> int | None:
-        """Returns the dim in which the look at the model saw samples of such a draw; -1: in none; None: not seen."""
+        """Returns the dim of samples that the look at the model saw in such a draw, as `BatchDims.of`; None outside."""
         return self._dims.of(self._op, shape, rows) if self.inside or _in_backward() else None
 
     def _whose(self, part: Share, shape: tuple[int, ...], args: tuple) -> Share | None:

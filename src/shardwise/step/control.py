@@ -45,9 +45,11 @@ class Tally:
             self.extras.setdefault(name, []).append(value)
 
     def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
-        """Returns this rank's control row, (6 + extras,) float64 on the device; with pieces, their summands follow.
+        """Returns this rank's control row, (6 + extras + summands + alike,) float64 on the device.
 
-        total, weight, samples, fingerprint of what was used, whether a stand-in ran, squared norm; extras; last `alike`
+        total, weight, samples, fingerprint of what was used, whether a stand-in ran, squared norm; extras by name; with
+        pieces, each piece's summand of total, weight and every extra; last `alike`. A rank that does not count gives 0
+        for sums and samples.
         """
         others = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
         sums = [self._sum(self.totals), self._sum(self.weights)]

@@ -86,7 +86,11 @@ def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool
 
 
 def agree_stages(state: RankState, tally: Tally, square_norm: torch.Tensor | float) -> Agreement:
-    """Returns the `Agreement` over data ranks, then over stages: the last stage's loss, all stages' norms."""
+    """Returns the `Agreement` over data ranks, then over stages: the last stage's loss, weight, samples and extras.
+
+    `square_norms` is one number, the sum over all stages; branches are the same where they are on every stage. In fp16
+    every stage takes the last one's loss scale, into `state.scale`. Collective.
+    """
     staged, own = _staged(state), agree(tally, square_norm, state.mesh.gradients)
     rows = own.square_norms[: state.mesh.shard.size] if state.technique.in_pieces else own.square_norms[:1]
     scale = state.scale.value if state.scale is not None else 0.0

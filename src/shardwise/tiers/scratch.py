@@ -96,7 +96,7 @@ def refuse_memory(folder: Path) -> None:
 def file_system(folder: Path) -> str:
     """Returns the kind of file system of a folder, as Linux tells it; "" elsewhere."""
     try:
-        lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
     real, best, kind = os.path.realpath(folder), -1, ""

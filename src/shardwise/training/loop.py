@@ -249,7 +249,7 @@ class _Rank:
         """Read a batch, take one step on it, and record its numbers: file, display, sinks, notices. Collective."""
         taken = step - self.first  # by this process: those of a run that goes on were taken by another
         if self.beat is not None:
-            # the mean over ranks, since all ranks have to measure the pace before the same steps
+            # none is measured on a device of constant pace; else the mean over ranks: all look before the same steps
             if taken == PACED and self.beat.us:
                 self.beat.spread(over_ranks(self.step_times[-1][1]))
             self.beat.before(step)
@@ -275,7 +275,7 @@ class _Rank:
             self.timed[0] += result.samples
             self.timed[1] += seconds
             self.step_times.append((step, seconds))
-        if step == 0 or (step + 1) % self.job.effective.config.train.log_every == 0:
+        if taken == 0 or (step + 1) % self.job.effective.config.train.log_every == 0:
             self.peak_bytes = self.engine.memory().get("peak") or 0
         record = {
             "step": step + 1,

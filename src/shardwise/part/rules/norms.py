@@ -88,7 +88,10 @@ def as_weights(x: Any, *weights: Any) -> Any:
 
 
 def _of_rows(x: Any, *weights: Any) -> bool:
-    """Whether x (N, C, ...) of a group norm is cut along N, as (B, S, C) cut along S becomes, viewed as (B * S, C)."""
+    """Whether x (N, C, ...) of a group norm is cut along N, and its weights are whole.
+
+    So (B, S, C) cut along S becomes, viewed as (B * S, C).
+    """
     return is_part(x) and x.dim_cut == 0 and not parts_in(weights)
 
 

@@ -170,9 +170,9 @@ class _Copy:
                 continue
             place, real = to / entry.name, Path(entry.path)
             if entry.is_symlink():  # copied is what it leads to
-                real = real.resolve()
+                real = Path(os.path.realpath(real))  # of a link to itself that link
             self._files -= 1
-            if real.is_dir() and self._files > 0 and real not in self._seen:
+            if os.path.isdir(real) and self._files > 0 and real not in self._seen:
                 self._seen.add(real)
                 place.mkdir()
                 self.make(real, place)
