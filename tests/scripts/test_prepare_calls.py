@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 
@@ -89,6 +90,29 @@ def test_a_script_goes_on_after_a_forward_that_raised(plan: str, pool: RankPool)
     alone, whole = pool.run(after_a_forward_that_raised, 1, "single", timeout_s=60)[0]
     assert counts == whole
     torch.testing.assert_close(weights, alone, rtol=1e-12, atol=1e-12)
+
+
+def what_is_told_of_files(folder: str) -> tuple[str, str]:
+    """What this rank says on standard error as it writes a file of all ranks, and one of its own."""
+    prepared, model, *_ = begin("dp_shard=2,zero=1", net(), batches(12))
+    said = io.StringIO(), io.StringIO()
+    state = model.state_dict()
+    with contextlib.redirect_stderr(said[0]):
+        for _ in range(2):
+            torch.save(state, f"{folder}/all.pt")
+    with contextlib.redirect_stderr(said[1]):
+        torch.save(state, f"{folder}/rank{prepared.rank}.pt")
+        if prepared.rank == 0:
+            torch.save(state, f"{folder}/one.pt")
+    return said[0].getvalue(), said[1].getvalue()
+
+
+def test_a_file_that_every_rank_writes_is_told(pool: RankPool, tmp_path: Path) -> None:
+    told, own = zip(*pool.run(what_is_told_of_files, 2, str(tmp_path)), strict=True)
+    said = "".join(told)
+    assert said.count(f"several ranks write {tmp_path}/all.pt, each over the others [test_prepare_calls.py") == 1
+    assert "under if prepared.rank == 0" in said and not any(own)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.pt", "one.pt", "rank0.pt", "rank1.pt"]
 
 
 # --- calls that some ranks make

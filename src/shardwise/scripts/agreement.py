@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import atexit
 import secrets
+import socket
 import time
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from shardwise.host import read, row_of
 from shardwise.look.samples import checksum_of
 from shardwise.part import plain
 from shardwise.ranks.ended import has_ended, say_ended
+from shardwise.scripts.common_files import watch_saves
 from shardwise.scripts.script_lines import line_of_script
 from shardwise.step.control import Tally
 
@@ -191,9 +194,11 @@ class Meeting:
         self._store = dist.PrefixStore(f"shardwise-meeting-{name}", store)
         self._rank = world.ranks[world.index]
         self._number = 0  # of this rank's calls
+        self._written: set[str] = set()  # paths of files
         self._group_store = store
         self._trail = Trail(world, list(_STEPS.values()), device, _OFTEN)
         atexit.register(say_ended)
+        watch_saves(self.writes)
 
     def steps(self, call: str) -> None:
         """Note that this rank makes `call`: "step", or a backward with a loss of this form; raises as `passes` does.
@@ -201,6 +206,18 @@ class Meeting:
         Nothing is sent: ranks of one host compare in shared memory.
         """
         self._trail.mark(_STEPS[call])
+
+    def writes(self, path: str) -> bool:
+        """Note that this rank writes the file `path`; returns whether it is the first time, and another one's too.
+
+        The others: ranks of this host.
+        """
+        if path in self._written:
+            return False
+        self._written.add(path)
+        with suppress(RuntimeError):  # the rank that kept the store has ended before: nobody can be asked
+            return self._store.add(f"file/{socket.gethostname()}/{path}", 1) == 2  # of many ranks one tells it
+        return False
 
     def passes(self, what: str) -> None:
         """Note that this rank makes the call `what`; raises `RunError` where another rank's call differs."""
