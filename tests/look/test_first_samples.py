@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Task, parallelize, verify
-from shardwise.errors import ShardwiseError
+from shardwise.errors import InputError, RunError
 from shardwise.look.added_up import added_up, against
 from shardwise.ranks import RankPool
 from shardwise.step.loss import Loss
@@ -194,5 +194,19 @@ def not_a_number() -> Task:
 
 def test_a_loss_that_is_no_number_is_told_as_that(pool: RankPool) -> None:
     """Not as masks that are dealt wrongly, which nothing that is not finite can show."""
-    with pytest.raises(ShardwiseError, match="is not finite in step 1"):
+    with pytest.raises(InputError, match=r"in one process too: loss .* is not finite in step 1"):
         verify(not_a_number, "dp_replicate=2", pool=pool)
+
+
+class Alone(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / (0 if torch.distributed.is_initialized() else 1)
+
+
+def no_number_on_ranks() -> Task:
+    return replace(weighted(), model=Alone)
+
+
+def test_a_loss_that_is_no_number_on_ranks_alone_does_not_blame_the_task(pool: RankPool) -> None:
+    with pytest.raises(RunError, match=r"on the ranks alone: .* In one process it is finite"):
+        verify(no_number_on_ranks, "dp_replicate=2", pool=pool)

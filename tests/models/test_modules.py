@@ -121,6 +121,7 @@ EQUAL = {
         by_jacobian                    | pp=2,stages=energy.2
         by_weights                     | pp=2
         hessians                       | REPLICAS pp=2
+        implicit                       pp=2,stages=norm | pp=4,microbatches=2 tp=2,pp=2
     """,
     "complex_tasks": """
         fno1d                          ZERO3 | tp=2,dp_shard=2,zero=1 cp=2

@@ -95,6 +95,16 @@ def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str
         assert "domain_tasks.py:" in found.refused and "shardwise.whole(x) gathers it" in found.refused
 
 
+def unnamed() -> Task:
+    """Fields (B, H, W, C) whose dims of space the task does not name."""
+    return domain_tasks.channels_last().with_(spatial=None)
+
+
+def test_dims_of_space_before_the_channels_are_found(pool) -> None:
+    found = verify("test_domain:unnamed", "domain=1x4", pool=pool)  # four ranks for three channels
+    assert found.parity and "cuts the field of x and y along dim 2" in found.text(), found.text()
+
+
 def growing() -> Task:
     """Fields of other extents in each step; targets have a column less, and so are whole on every rank."""
 

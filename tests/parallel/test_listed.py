@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import joined_tasks
 import listed_tasks
 import pytest
 import torch
@@ -31,6 +33,18 @@ def test_experts_in_a_list_are_found(make: Any) -> None:
     assert stacks[1].members == tuple(f"layers.1.experts.{n}" for n in range(4))
     assert len(stacks[0].names) == 12 and all(name.startswith("layers.0.experts.") for name in stacks[0].names)
     assert stacks[0].call == ExpertCall(0), "each row by itself: its own ranks may be given it where positions are cut"
+
+
+class ByView(listed_tasks.ByIndex):
+    """Needs its rows side by side in memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, x.shape[-1])).view(x.shape)
+
+
+def test_rows_lie_in_the_trial_as_in_a_step() -> None:
+    stacks = found(joined_tasks.of_words(partial(listed_tasks.Words, ByView)))
+    assert [stack.call for stack in stacks] == [ExpertCall(0)] * 2
 
 
 def test_a_module_that_is_given_choices_may_hold_a_list() -> None:

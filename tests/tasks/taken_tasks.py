@@ -249,6 +249,40 @@ def hessians() -> Task:
     return task(Hessians, _states)
 
 
+class Implicit(nn.Module):
+    """The fixed point of a layer, whose gradient a hook solves for, where there is any to be taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.again, self.norm = nn.Linear(4, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+        self.leave = nn.Linear(6, 4)
+
+    def step(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.norm(torch.tanh(0.3 * self.again(z) + x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        with torch.no_grad():
+            z = self.step(self.step(torch.zeros_like(x), x), x)
+        z = self.step(z, x)
+        if z.requires_grad:
+            start = z.detach().requires_grad_()
+            end = self.step(start, x)
+
+            def solved(gradient: Tensor) -> Tensor:
+                found = gradient
+                for _ in range(6):
+                    found = torch.autograd.grad(end, start, found, retain_graph=True)[0] + gradient
+                return found
+
+            z.register_hook(solved)
+        return self.leave(z)
+
+
+def implicit() -> Task:
+    return task(Implicit, _states)
+
+
 def table() -> Task:
     """A table whose rows are brought to a norm where they are read."""
 

@@ -249,6 +249,8 @@ def _nothing(
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = domain.without_space(task.spatial, len(plan.domain), batch, _names(batch))
+        if reasons and task.spatial is None:
+            reasons.append("Task(spatial=Domain(dims=...)) names the dims of space")
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):  # a field?
         which = sequence.of_several(batch, samples, _names(batch)) if task.sequence is None else {}
         by_name = f"; Task(sequence={which}) says which of several dims of one size are positions" if which else ""

@@ -11,12 +11,14 @@ What this does not prove: the plan's own precision (both sides run in float64), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError, first_line
+from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, first_line
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import enough_samples
 from shardwise.progress import Say, silent
@@ -101,7 +103,8 @@ def _prove(
     oracle, settings = _one_process(resolved, settings, parity)
     settings = replace(settings, limits=tuple(oracle.limits))
     try:
-        record = _many(task, resolved, chosen, settings, parity, pool, timeout_s, say)
+        with _told_beside(oracle):
+            record = _many(task, resolved, chosen, settings, parity, pool, timeout_s, say)
         _refuse_other_samples(resolved, settings, record)
         _judge(parity, resolved, settings, oracle, record)
         if chosen.compile and parity.equal:
@@ -273,6 +276,19 @@ def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
         return float32_oracle(task, settings, failure, parity)
     finally:
         outside.restore()  # tables that a forward keeps there are in float64 now, and later steps in other dtypes
+
+
+@contextmanager
+def _told_beside(single: Any) -> Iterator[None]:
+    """Context: a loss or gradient that is not finite on the ranks is told with what one process has."""
+    from shardwise.step.normalise import NotFinite
+
+    try:
+        yield
+    except NotFinite as error:
+        if all(math.isfinite(value) for value in (*single.losses, *single.norms)):
+            raise RunError(f"on the ranks alone: {error} In one process it is finite: a defect of shardwise") from error
+        raise InputError(f"the task fails in one process too: {error}") from error
 
 
 def _refuse_half(task: Task, settings: Any) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import gather_json
-from shardwise.errors import RunError
 from shardwise.host import read
 from shardwise.layout.dealing import Share
 from shardwise.step.batching import path_of
@@ -16,16 +15,14 @@ from shardwise.step.normalise import SKIP, NotFinite
 from shardwise.step.state import RankState
 
 
-def name_bad_input(state: RankState, parts: list[Share], error: NotFinite) -> RunError:
+def name_bad_input(state: RankState, parts: list[Share], error: NotFinite) -> NotFinite:
     """Returns the error, or one that names the sample where some rank's batch is NaN or infinite. Collective."""
     bad = [entry for entry in gather_json(_first_bad(parts), state.mesh.world, state.device) if entry is not None]
     if not bad:
         return error
     sample, name, value = min(bad)
-    return RunError(
-        f"{error.what}: {name} holds {value} in sample {sample} of that step's batch. Repair or leave out such samples "
-        f"where the data are read, {SKIP}"
-    )
+    where = f": {name} holds {value} in sample {sample} of that step's batch"
+    return NotFinite(error.what, where, f"Repair or leave out such samples where the data are read, {SKIP}")
 
 
 def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:

@@ -1,8 +1,8 @@
 """Record one forward as a `Flow` (trace/flow): its ops, its submodules' calls, the gradients it takes itself.
 
-The forward runs under a dispatch mode that numbers tensors. It runs without gradients, but for one that takes some
-itself: then the ops of that backward are written down too, marked as its own, and neither calls nor uses inside it
-count, since a pipeline stage does them where the forward was.
+The forward runs under a dispatch mode that numbers tensors. It runs without gradients, but for one that asks whether
+they are on, or takes some itself: then the ops of that backward are written down too, marked as its own, and neither
+calls nor uses inside it count, since a pipeline stage does them where the forward was.
 
 What this does not do: follow a value that leaves PyTorch (`.item()`, numpy) and comes back.
 """
@@ -119,7 +119,8 @@ def _leaf(leaf: Any, recorder: Recorder) -> Leaf:
 def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], seed: int) -> Flow:
     """Returns the flow of `forward()`; `ids`: name -> id under which the flow tells of a parameter or buffer.
 
-    Without gradients; with them where the forward takes some itself. Each time it runs it draws the same numbers.
+    Without gradients; with them where the forward takes some itself, or asks whether they are on. Each time it runs it
+    draws the same numbers.
     """
     state, left, stood = ModuleState(module), ForwardState(module), list[Any]()
 
@@ -144,15 +145,20 @@ def _flow(module: nn.Module, forward: Callable[[], Any], ids: dict[str, int], se
         flow, _ = _followed(module, run, ids, gradients=True)
     places = left.changed()
     state.restore()
-    with torch.enable_grad(), HooksLeftOut(), switched_off(module) as off:
+    with torch.enable_grad(), HooksLeftOut(), switched_off(module) as seen:
         run()  # the ops are written down without gradients, which hides where the forward itself does without
         moved = shared_states() != stood[0]
     state.restore()
+    # it asks whether gradients are on, and does more then
+    if not gradients and seen.calls != len(flow.order) + len(flow.functions):
+        gradients = True
+        flow, _ = _followed(module, run, ids, gradients=True)
+        state.restore()
     if places:
         # one forward alone does not show what the next one finds of it
         flow = _in_a_row(module, run, ids, gradients, places) or flow
         state.restore()
-    flow.without_gradient, flow.moved = frozenset(off), moved
+    flow.without_gradient, flow.moved = frozenset(seen.off), moved
     return flow
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,10 +42,19 @@ def hooks_nothing(func: Any, args: tuple) -> bool:
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 
 
+@dataclass
+class WithGradients:
+    """What a forward shows where gradients are on: `off`, the calls that it makes without; `calls`, how many in all."""
+
+    off: set[Place] = field(default_factory=set)
+    calls: int = 0
+
+
 @contextmanager
-def switched_off(module: nn.Module) -> Iterator[set[Place]]:
-    """Context: yields a set of the calls that are entered while gradients are off (no_grad, say)."""
-    off: set[Place] = set()
+def switched_off(module: nn.Module) -> Iterator[WithGradients]:
+    """Context: yields what is seen of submodules' calls, and of torch's functions, by forwards' own code."""
+    seen_so_far = WithGradients()
+    off = seen_so_far.off
     counts: dict[int, int] = {}
     seen: set[int] = {id(module)}
     handles = []
@@ -54,6 +64,7 @@ def switched_off(module: nn.Module) -> Iterator[set[Place]]:
             return
         place = counts.get(id(child), 0)
         counts[id(child)] = place + 1
+        seen_so_far.calls += 1
         own.enter((path, place))
         if not torch.is_grad_enabled():
             off.add((path, place, None))
@@ -63,6 +74,7 @@ def switched_off(module: nn.Module) -> Iterator[set[Place]]:
             own.leave()
 
     def note(whose: tuple[str, int], number: Spot, name: str, output: Any) -> None:
+        seen_so_far.calls += 1
         if not torch.is_grad_enabled():
             off.add((*whose, number))
 
@@ -77,7 +89,7 @@ def switched_off(module: nn.Module) -> Iterator[set[Place]]:
             handles.append(child.register_forward_hook(lambda m, a, o: leave()))
     try:
         with own:
-            yield off
+            yield seen_so_far
     finally:
         for handle in handles:
             handle.remove()

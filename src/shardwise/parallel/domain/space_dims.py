@@ -4,9 +4,9 @@
     x (B, C, H, W), fine (B, C, 2H, 2W)            x is cut; fine is whole and read where it meets what is cut
 
 Where the task names the dims (`Task.spatial`), those; else the dims behind batch and channel of a tensor, or the last
-ones of their number; where those cannot be cut, fewer (steps of time lie before channels). Every tensor that ends in
-the same extents is tiled with it. The tensors that the model is given come first. A plan of fewer degrees than dims
-tiles the first ones.
+ones of their number; where those cannot be cut, fewer (steps of time lie before channels), and then those between batch
+and channels that come last. Every tensor that has the same extents there is tiled with it. The tensors that the model
+is given come first. A plan of fewer degrees than dims tiles the first ones.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def candidates(
         dims = [_dims(leaf, extents, spatial) if _is_field(leaf, samples) else () for leaf in leaves]
         cuts = tuple(_cuts(along, tiles) for along in dims)
         yield Candidate(Positions(cuts, names, "field"), f"fields of {' x '.join(map(str, extents))}")
+    if spatial is None:
+        for count in dict.fromkeys(leaf.dim() - 2 for leaf in asked):
+            if len(tiles) <= count <= 3:  # channels come last
+                last = Domain(dims=tuple(range(1, count + 1)))
+                yield from candidates(batch, samples, tiles, names, last, model_leaves)
 
 
 def without_space(spatial: Domain | None, tiled: int, batch: Any, names: tuple[str, ...]) -> str:

@@ -128,7 +128,8 @@ class _Run:
         try:
             for name, buffer in (start or {}).items():
                 self.child.get_buffer(name).copy_(buffer)
-            args, kwargs = self._chosen.call.made(self._chosen.args, self._chosen.kwargs, rows)
+            # as one process gives them: of parts of rows, a view by shape would fail
+            args, kwargs = self._chosen.call.made(self._chosen.args, self._chosen.kwargs, rows.contiguous())
             made = self.child(*args, **kwargs)
             self.keeps |= any(id(table) not in tables for table, _ in state.changed())
             self.left = {name: buffer.clone() for name, buffer in self.child.named_buffers()}
