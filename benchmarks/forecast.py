@@ -40,8 +40,8 @@ LABELS = {
 CALIBRATED = (
     ("matrix products by shape", "gemm_measured.csv", "A100, H100, H200, B200"),
     ("collectives inside a node", "nccl_measured.csv", "8 kinds of GPU"),
-    ("share of those products in long runs", "products of stas00/ml-engineering; for B200 those of SimuMax", ""),
-    ("attention kernels", "figures of the FlashAttention-2 and -3 papers; for B200 SimuMax's kernels", ""),
+    ("share of those products in long runs", "products of stas00/ml-engineering; for SimuMax's B200 its own", ""),
+    ("attention kernels", "figures of FlashAttention-2's and -3's papers, SimuMax's B200, NVIDIA/cudnn-frontend", ""),
     ("memory bandwidth, float32 accumulation, skew of ranks", "SimuMax's kernel measurements, A100 PCIe and B200", ""),
     (
         "milliseconds of Megatron-Core's host for a layer",

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from forecast_cells import Skip
+from forecast_recipes import as_told, bridge_2026
 
-from shardwise.cluster import Cluster, device_names
+from shardwise.cluster import Cluster, Figure, device_names, gemm_table
 from shardwise.cluster import device as devices
 from shardwise.costs.fp8 import FP8
 from shardwise.costs.layout import Layout
@@ -64,7 +65,21 @@ def _words(name: str) -> set[str]:
     return {re.sub(r"^sxm\d$", "sxm", word) for word in words} - MAKERS
 
 
-def cluster_of(gpu: str, n: int, notes: str = "") -> Cluster:
+# MooreThreads/SimuMax configs/system/b200_bf16_ceperm.json: nine large forward products of 4096 tokens hold 0.474 to
+# 0.512 of 2250 TFLOP/s, 0.724 of those of gemm.csv in the mean; other B200 hold what that file has
+SIMUMAX_B200 = 0.724
+
+
+def cluster_of(gpu: str, n: int, text: str = "") -> Cluster:
+    """The GPUs of a row, whose source and notes are `text`: those that SimuMax measured hold their own products."""
+    found = _usual(gpu, n, text)
+    if found.device.name != "b200-sxm" or "simumax" not in text:
+        return found
+    best = Figure(SIMUMAX_B200 * gemm_table(found.device.table).best, "measured", "SimuMax b200_bf16_ceperm.json")
+    return replace(found, device=replace(found.device, sustained_bf16_tflops=best))
+
+
+def _usual(gpu: str, n: int, notes: str) -> Cluster:
     """So many GPUs of a kind as nodes of eight, or of a link domain's size, with their generation's usual ports."""
     name = device_name(gpu)
     if (domain := devices(name)[1].count) > 8:
@@ -95,6 +110,8 @@ def dated(name: str, text: str) -> str:
     """Returns the software as it was at a row's date, where its source, table or notes tell one."""
     if name == "nemo" and {"23", "24"} >= set(re.findall(r"\b(2\d)\.(?:0[1-9]|1[0-2])\b", text)) > set():
         return "nemo-2024"
+    if name == "nemo" and re.search(r"\b(?:20)?26[.-](?:0[6-9]|1[0-2])\b", text):
+        return "nemo-2026"
     if name == "torchtitan":
         if re.search(r"\b2025[-/ ]?(0[4-9]|1[0-2])|\b202[6-9]", text):
             return "torchtitan-2025"
@@ -111,7 +128,14 @@ def software_of(file: str, row: Mapping[str, str], layout: Layout) -> Software:
         found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
     if found.name.startswith("llm-foundry") and "PURE" in row["notes"]:
         found = replace(found, states="bf16-full")
-    return bridge_recipe(found, row, layout) if found.name.startswith("nemo") else found
+    device = device_name(row["gpu"])
+    if found.name.startswith("nemo-2026"):
+        plain = replace(found, dispatch="each", graphs="") if layout.ep == 1 else found
+        found = bridge_2026(plain, row, layout, device, devices(device)[1].count > 8)
+        found = replace(found, selective=bridge_recomputes(row) or found.selective)
+    elif found.name.startswith("nemo"):
+        found = bridge_recipe(found, row, layout)
+    return as_told(found, row, device) if found.megatron else found
 
 
 def unsaid_chunks(row: Mapping[str, str], layers: int, pp: int) -> int:
@@ -131,19 +155,29 @@ def bridge_recipe(nemo: Software, row: Mapping[str, str], layout: Layout) -> Sof
     """
     if layout.ep == 1:
         return nemo
-    nemo = replace(nemo, selective="latents") if bridge_recomputes(row) else nemo
+    nemo = replace(nemo, selective=bridge_recomputes(row) or nemo.selective)
+    # the recipe of DeepSeek for H100 says overlap_grad_reduce = False
+    waits = "deepseek" in row["model"].lower() and device_name(row["gpu"]).startswith("h100")
+    nemo = replace(nemo, overlap_dp=not waits)
     if "tokendrop" in row["model"]:
         return replace(nemo, dispatch="each", drops=True, graphs="step")
     if devices(device_name(row["gpu"]))[1].count > 8:
-        return replace(nemo, dispatch="hybridep", graphs="attention")
+        # Qwen's 30B has graphs of what routes alone there
+        return replace(nemo, dispatch="hybridep", graphs="routing" if "30b" in row["model"].lower() else "attention")
     beside = 20 / 132 if layout.chunks > 1 else 0.0
     return replace(nemo, dispatch="deepep" if "deepseek" in row["model"].lower() else "each", overlap_ep=beside)
 
 
-def bridge_recomputes(row: Mapping[str, str]) -> bool:
-    """Whether those recipes compute what DeepSeek makes of its latents again: all but those for GB300 (mla_up_proj)."""
-    bridge = software_name("", row) == "nemo" and "deepseek" in row["model"].lower()
-    return bridge and not device_name(row["gpu"]).startswith("gb300")
+def bridge_recomputes(row: Mapping[str, str]) -> str:
+    """What those recipes compute again, as `Software.selective` has it; "" where nothing is.
+
+    But for GB300 what DeepSeek makes of its latents (mla_up_proj), norms and activations of GPT-OSS (layernorm,
+    moe_act).
+    """
+    if software_name("", row) not in ("nemo", "nemo-2026") or device_name(row["gpu"]).startswith("gb300"):
+        return ""
+    name = re.sub(r"[_ ]", "-", row["model"].lower())
+    return "latents" if "deepseek" in name else "activations" if "gpt-oss" in name else ""
 
 
 def fp8_suffix(row: Mapping[str, str]) -> str:

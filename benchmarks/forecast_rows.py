@@ -102,7 +102,7 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
         f"{layout.schedule}",
         shape=shape,
         layout=layout,
-        cluster=cluster_of(row["gpu"], layout.world_size, notes),
+        cluster=cluster_of(row["gpu"], layout.world_size, f"{row['source']} {notes}".lower()),
         software=software_of(file, row, layout),
         seconds=seconds,
         memory_gib=memory,
@@ -273,7 +273,7 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         schedule, chunks, stage_layers = _schedule(named[1], shape.layers, pp)
     elif chunks > 1:
         schedule = "interleaved1f1b"
-    if pp > 1 and shape.name.startswith("deepseek-v3") and software_name(file, row) == "nemo":
+    if pp > 1 and shape.name.startswith("deepseek-v3") and software_name(file, row).startswith("nemo"):
         stage_layers = _bridge(shape.layers, pp * chunks)
     sequence = row["sp"]
     if pp * chunks * (batch // (micro * dp)) > OPS:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster import Cluster, model
+from shardwise.costs.kernels import Kernels
 from shardwise.costs.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
@@ -247,3 +248,15 @@ def test_llama_3s_pipelines_are_interleaved_where_a_row_does_not_say_it() -> Non
     row = {"source": "The Llama 3 Herd of Models", "notes": ""}
     assert unsaid_chunks(row, 126, 16) == 8
     assert unsaid_chunks(row, 32, 1) == unsaid_chunks({"source": "Megatron-LM", "notes": ""}, 126, 16) == 1
+
+
+def test_the_b200_that_simumax_measured_has_products_of_its_own() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from forecast_ran_on import cluster_of, software_name
+    finally:
+        sys.path.pop(0)
+    theirs, others = (Kernels(cluster_of("B200-SXM", 8, text).device) for text in ("simumax v1.2", "a run"))
+    assert theirs.share == pytest.approx(0.724) and others.share == 1.0
+    named = {"source": "Megatron-Bridge model verification cards", "notes": "", "table": "26.06 containers"}
+    assert software_name("papers", named) == "nemo-2026"

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.cluster import Device
-from shardwise.costs.expert_moves import bias_bytes, cast_kernels, routed_bytes, routed_rows, routing_kernels
+from shardwise.costs import expert_moves as moves
 from shardwise.costs.fp8 import FP8
 from shardwise.costs.host_seconds import HostSeconds, layer_host
 from shardwise.costs.kernels import Kernels
@@ -98,12 +98,14 @@ class BlockCosts:
         forward = max(products[0] + attention[0] + streams[0], least[0])
         backward_input = max(products[1] + attention[1] + streams[1], least[1] - products[2])
         times = BlockTimes(forward, backward_input, products[2], 0.0, attention[0], attention[1])
-        times.host = layer_host(self.shape, self.layout, self.software)
+        times.host = layer_host(self.shape, self.layout, self.software, self.kernels.device.name)
         times.forward_messages, times.backward_messages = self._messages()
         if self.layout.recompute == "full":
             times.recompute, times.recompute_messages = self._all_again(forward, times.forward_messages)
         elif self.layout.recompute == "selective":
             times.recompute = self._selected(attention, streams[0])
+            if self.software.selective == "experts":
+                times.recompute_messages = [m for m in times.forward_messages if m.axis == "ep"]
         return times
 
     def _all_again(self, forward: float, messages: list[Message]) -> tuple[float, list[Message]]:
@@ -142,6 +144,12 @@ class BlockCosts:
             pairs = self.shape.projections(self.layout.tp)[len(self.shape.latents) : -1]
             products = (self.kernels.layer_product(self.layout.tokens, wide, deep) for wide, deep in pairs)
             return (sum(products) + self._rotary()[0]) if self.shape.kv_latent else 0.0
+        if self.software.selective == "activations":
+            return self._norms()[0] + self._activated()[0]
+        if self.software.selective == "experts":
+            product = self.kernels.layer_product
+            forward = sum(n * product(rows, wide, deep) for rows, wide, deep, n, _ in self._feed_forward())
+            return self._norms()[0] + self._feed_forward_stream()[0] + forward
         again = streams + attention[0] - attention[2]  # the rotary part of attention is elementwise
         if self.software.selective == "products":  # in the order of a layer: of q, k, v, o, gate, up, down
             s, t, rows = self.shape, self.layout.tp, self.layout.tokens
@@ -172,24 +180,28 @@ class BlockCosts:
             out[2] += self._handled(times * wide * deep) if shared else 0.0
 
         product = self.kernels.layer_product
-        s, lay, t = self.shape, self.layout, self.layout.tp
-        for wide, deep in s.projections(t):
+        for wide, deep in self.shape.projections(self.layout.tp):
             add(tokens, wide, deep)
+        for rows, wide, deep, times, shared in self._feed_forward():
+            add(rows, wide, deep, times, shared)
+        return out[0], out[1], out[2]
+
+    def _feed_forward(self) -> list[tuple[float, float, float, float, bool]]:
+        """Returns the products of the feed-forward, or of router and experts: (rows, wide, deep, how many, whether data
+        ranks share their weights)."""
+        s, lay, t, tokens = self.shape, self.layout, self.layout.tp, self.layout.tokens
         up = (2 if s.gated else 1) * s.ffn
         if not s.experts:
-            add(tokens, up / t, s.hidden)
-            add(tokens, s.hidden, s.ffn / t)
-        else:
-            add(tokens, s.experts, s.hidden)
-            rows, local, expert_tp = self._expert_rows()
-            # experts that no other data rank has are neither gathered nor reduced
-            shared = lay.ep < lay.shard_ranks or not lay.sharded.weights
-            add(rows, up / expert_tp, s.hidden, local, shared)
-            add(rows, s.hidden, s.ffn / expert_tp, local, shared)
-            if s.shared_experts:  # side by side, one feed-forward as wide as all of them
-                add(tokens, s.shared_experts * up / t, s.hidden)
-                add(tokens, s.hidden, s.shared_experts * s.ffn / t)
-        return out[0], out[1], out[2]
+            return [(tokens, up / t, s.hidden, 1, True), (tokens, s.hidden, s.ffn / t, 1, True)]
+        rows, local, over = self._expert_rows()
+        # experts that no other data rank has are neither gathered nor reduced
+        shared = lay.ep < lay.shard_ranks or not lay.sharded.weights
+        found: list[tuple[float, float, float, float, bool]] = [(tokens, s.experts, s.hidden, 1, True)]
+        found += [(rows, up / over, s.hidden, local, shared), (rows, s.hidden, s.ffn / over, local, shared)]
+        if s.shared_experts:  # side by side, one feed-forward as wide as all of them
+            beside = s.shared_experts / t
+            found += [(tokens, beside * up, s.hidden, 1, True), (tokens, s.hidden, beside * s.ffn, 1, True)]
+        return found
 
     def _expert_rows(self) -> tuple[float, float, int]:
         """Returns (rows of each local expert, balanced; experts on this rank; ranks that each is cut over)."""
@@ -295,15 +307,18 @@ class BlockCosts:
     def _feed_forward_stream(self) -> tuple[float, float]:
         """Returns seconds (forward, backward) of the activation, and of moving rows to their experts and back."""
         s, lay, soft = self.shape, self.layout, self.software
-        copies = max(1, s.top_k) + s.shared_experts if s.experts else 1
-        inner = lay.tokens * copies * s.ffn / lay.tp
-        forward, backward = self._moved({"gated" if s.gated else "activation": inner})
-        routed = routed_bytes(s, lay, soft) * (1.0 if soft.fused else EAGER)
-        biased, kernels = bias_bytes(s, lay, soft), routing_kernels(s, soft)
-        return (
-            self._stream(forward + routed + biased[0], 1 + kernels[0]),
-            self._stream(backward + routed + biased[1], 2 + kernels[1]),
-        )
+        routed = moves.routed_bytes(s, lay, soft) * (1.0 if soft.fused else EAGER)
+        more = zip(self._activated(), moves.bias_bytes(s, lay, soft), moves.routing_kernels(s, soft), strict=True)
+        forward, backward = (first + self._stream(routed + size, count) for first, size, count in more)
+        return forward, backward
+
+    def _activated(self) -> tuple[float, float]:
+        """Returns seconds (forward, backward) of the activation, and of clamping what it reads."""
+        s, lay, soft = self.shape, self.layout, self.software
+        copies = (0 if soft.joins_experts else max(1, s.top_k)) + s.shared_experts if s.experts else 1
+        forward, backward = self._moved({"gated" if s.gated else "activation": lay.tokens * copies * s.ffn / lay.tp})
+        clamped = moves.clamp_bytes(s, lay, soft)
+        return self._stream(forward + clamped[0], 1), self._stream(backward + clamped[1], 2)
 
     def _reorders(self) -> tuple[float, float]:
         """Returns seconds (forward, backward) of copies around tp's messages with sp: of shares, or sums."""
@@ -335,14 +350,15 @@ class BlockCosts:
             return 0.0, 0.0
         s, lay = self.shape, self.layout
         pairs = [*s.projections(lay.tp), ((2 if s.gated else 1) * s.ffn / lay.tp, s.hidden), (s.hidden, s.ffn / lay.tp)]
-        # a routed layer's two products see each token as often as it has experts
-        routed = (s.top_k + s.shared_experts) if s.experts else 1
-        rows = [lay.tokens] * (len(pairs) - 2) + [lay.tokens * routed] * 2
+        apart = s.shared_experts if s.experts else 1
+        rows = [lay.tokens] * (len(pairs) - 2) + [lay.tokens * apart] * 2
         # weights are cast once a step: a micro-batch bears its part of that
         weights = s.layer_parameters / lay.tp / (lay.ep if s.experts else 1) / (lay.n_micro * lay.rounds)
-        inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + weights
-        outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True))
-        dealt, moved = cast_kernels(s, lay, self.software), FP8[self.software.fp8].cast_bytes
+        # a routed layer's two products see each token as often as it has experts
+        taken, given = moves.cast_elements(s, lay, self.software)
+        inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + taken + weights
+        outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True)) + given
+        dealt, moved = moves.cast_kernels(s, lay, self.software), FP8[self.software.fp8].cast_bytes
         return self.kernels.stream(inputs * moved, CASTS[0] + dealt), self.kernels.stream(
             outputs * moved, CASTS[1] + dealt
         )
@@ -380,7 +396,7 @@ class BlockCosts:
             backward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
         # rows go to their experts, and their results come back
         if s.experts and lay.ep > 1:
-            routed = routed_rows(s, lay) * s.hidden * ACT_BYTES
+            routed = moves.routed_rows(s, lay) * s.hidden * ACT_BYTES
             forward += [Message("all_to_all", "ep", routed)] * 2
             backward += [Message("all_to_all", "ep", routed)] * 2
         return forward, backward

@@ -41,17 +41,41 @@ def routed_bytes(shape: Shape, layout: Layout, software: Software) -> float:
 
 
 def bias_bytes(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
-    """Returns the bytes that experts' biases and a clamped activation move in (forward, backward).
+    """Returns the bytes that experts' biases move in (forward, backward).
 
     Megatron adds the last product's bias, times a row's float32 weight, expert by expert in float32 (`_apply_bias`):
     weighted 4 bytes an element, added 10, joined 8, narrowed 6; backward widened 6, narrowed 6, by weight 12, by bias
-    12. Both halves of the first product's output are clamped by ops of their own: clamped 8, joined 8; backward split
-    8, by one bound 8, by two 14.
+    12.
     """
     if not (shape.expert_bias and software.megatron):
         return 0.0, 0.0
-    rows = routed_rows(shape, layout)
-    return rows * (28 * shape.hidden + 16 * shape.ffn), rows * (36 * shape.hidden + 30 * shape.ffn)
+    elements = routed_rows(shape, layout) * shape.hidden
+    return 28 * elements, 36 * elements
+
+
+def clamp_bytes(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
+    """Returns the bytes that a clamped activation of experts moves beside it in (forward, backward).
+
+    Both halves of the first product's output are clamped by ops of their own: clamped 8 bytes an element, joined 8;
+    backward split 8, by one bound 8, by two 14.
+    """
+    if not (shape.expert_bias and software.megatron):
+        return 0.0, 0.0
+    elements = routed_rows(shape, layout) * shape.ffn
+    return 16 * elements, 30 * elements
+
+
+def cast_elements(shape: Shape, layout: Layout, software: Software) -> tuple[float, float]:
+    """Returns the elements of routed rows that are cast to FP8: of products' inputs, of gradients of their outputs.
+
+    Where the products join them (Transformer Engine's `NVTE_CUTEDSL_FUSED_GROUPED_MLP`), what the activation leaves and
+    its gradient are written as FP8 at once.
+    """
+    if not shape.experts:
+        return 0.0, 0.0
+    rows = routed_rows(shape, layout) if layout.ep > 1 else layout.tokens * shape.top_k
+    inner = 0.0 if software.joins_experts else shape.ffn / (1 if layout.ep > 1 else layout.tp)
+    return rows * (shape.hidden + inner), rows * ((2 if shape.gated else 1) * inner + shape.hidden)
 
 
 def routing_kernels(shape: Shape, software: Software) -> tuple[int, int]:
@@ -61,7 +85,7 @@ def routing_kernels(shape: Shape, software: Software) -> tuple[int, int]:
 
 def cast_kernels(shape: Shape, layout: Layout, software: Software) -> int:
     """Returns the number of cast kernels in each direction beyond one expert's: each expert's rows are scaled apart."""
-    if not (software.fp8 and shape.experts):
+    if not (software.fp8 and shape.experts) or software.joins_experts:
         return 0
     products = 2
     return round(products * FP8[software.fp8].cast_kernels * (max(1.0, shape.experts / layout.ep) - 1))

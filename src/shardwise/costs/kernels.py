@@ -45,22 +45,23 @@ KINDS = ("products", "convolutions", "rest")
 
 
 @cache
-def sustained(device: str, what: str) -> float | None:
-    """Returns a device's share of its peak from sustained.csv, or None; `what`: "matmul" or "stream"."""
-    for row in read("sustained.csv"):
-        if row["device"] == device and row["what"] == what:
-            return float(row["value"])
-    return None
+def streamed(device: str) -> float | None:
+    """Returns the share of its memory bandwidth that a device's streams hold, from sustained.csv, or None."""
+    return next((float(row["value"]) for row in read("sustained.csv") if row["device"] == device), None)
 
 
 @cache
 def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Returns, by head_dim, pairs (sequence length, TFLOP/s) of a packaged attention kernel."""
-    out = {}
+    """Returns, by head_dim, pairs (sequence length, TFLOP/s) of a packaged attention kernel.
+
+    A later one that was not measured there ("cudnn-2026") is as fast as the one before it ("cudnn").
+    """
+    out: dict[int, tuple[tuple[int, float], ...]] = {}
     for row in read("attention.csv"):
         if (row["device"], row["kernel"], row["direction"]) == (device, kernel, direction):
             out[int(row["head_dim"])] = tuple((int(k), float(v)) for k, v in row.items() if k.isdigit() and v)
-    return out
+    before = kernel.rpartition("-")[0]
+    return out or (_attention_rates(device, before, direction) if before else out)
 
 
 @cache
@@ -127,19 +128,14 @@ class Kernels:
 
     @property
     def share(self) -> float:
-        """Returns the share of the table's rates that long runs sustain: measured, else this device's over its best."""
+        """Returns the share of the table's rates that long runs sustain: this device's best product over its best."""
         table = self.table
         if table is None or self.device.products:
             return 1.0
         if self.borrowed:
             return self.peak_tflops / table.best
-        return sustained(self.device.table, "matmul") or self.best_share
-
-    @property
-    def best_share(self) -> float:
-        """Returns the device's best steady product over its table's best, at most 1."""
-        own, table = self.device.sustained_bf16_tflops, self.table
-        return min(1.0, own.value / table.best) if own and table else 1.0
+        own = self.device.sustained_bf16_tflops
+        return min(1.0, own.value / table.best) if own else 1.0
 
     @property
     def best_tflops(self) -> float:
@@ -213,16 +209,13 @@ class Kernels:
         An instruction takes twice the elements at half the bytes each: (m, k) x (k, n) then takes what k / 2 takes in
         bf16. cuBLASLt's products of 8192 on H200 reach 0.81 of the data sheet so, and 0.80 to 0.84 in bf16.
         """
-        if self.bits == 16:
-            return self.product(m, n, k, accumulate=accumulate)
-        seconds = self.product(m, n, k / self.deeper, accumulate=accumulate)
-        return seconds if self.borrowed else seconds * self.share / self.best_share
+        return self.product(m, n, k / self.deeper, accumulate=accumulate)
 
     @property
     def bandwidth(self) -> float:
         """Returns the bytes per second that a streaming kernel moves."""
         rate = self.device.memory_bandwidth_gbps
-        measured = (sustained(name, "stream") for name in (self.device.table, self.device.products_of) if name)
+        measured = (streamed(name) for name in (self.device.table, self.device.products_of) if name)
         share = next((share for share in measured if share), STREAM_SHARE)
         return rate.value * 1e9 * (1.0 if rate.kind == "measured" or self.device.kind == "cpu" else share)
 

@@ -150,7 +150,12 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
     if software.fp8:  # inputs of products are kept as they are read; attention keeps its own output too
         out["norm outputs"] *= software.bits / 16
         out["activation"] *= software.bits / 16
-        if lay.recompute != "selective" or software.selective in ("attention", "latents"):  # else it is cast again
+        if lay.recompute != "selective" or software.selective in (
+            "attention",
+            "latents",
+            "activations",
+            "experts",
+        ):  # else it is cast again
             out["attention output"] *= 1 + software.bits / 16
     if lay.recompute == "selective" and software.attention != "unfused":
         _drop_what_is_computed_again(out, s, lay, software, stream)
@@ -169,6 +174,12 @@ def _drop_what_is_computed_again(
         out["q k v"] *= 0.0 if s.kv_latent else 1.0
         return
     out["norm outputs"] = out["activation"] = 0.0
+    if software.selective == "activations":
+        return
+    if software.selective == "experts":
+        for name in ("up and gate", "routed tokens", "router"):
+            out.pop(name, None)
+        return
     out.pop("norms of heads", None)
     if software.selective == "products":  # of q, k, v, o, gate, up, down the first, third, fifth and last
         keys = lay.tokens * max(s.kv_heads / lay.tp, 1) * s.head_dim * ACT_BYTES

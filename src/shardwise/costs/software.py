@@ -91,7 +91,9 @@ class Software:
                      gathered weights, twice, and of gradients into the buffer that is scattered
     selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
                      "elementwise" (all but products and attention), "products" (every second of them too), or "latents"
-                     (queries, keys and values that are made of latents: Megatron-Core's mla_up_proj)
+                     (queries, keys and values that are made of latents: Megatron-Core's mla_up_proj), "activations"
+                     (norms and activations: its layernorm and moe_act), or "experts" (norms, and the feed-forward or
+                     routing, exchange and experts: its layernorm and moe)
     ring             attention around the ring of cp, causal work dealt evenly: "even" (one fused kernel), "passed"
                      (one for each block, as here) or "merged" (PyTorch's): costs/rings
     repeats_keys     keys and values are copied for each head of queries that reads them
@@ -107,12 +109,13 @@ class Software:
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
     overlap_ep       share of a device's processors that send rows of experts beside computing; 0: computing waits
-    dispatch         how rows reach their experts: "each" copy by itself, "deepep" (a row once to each node that has
-                     some of its experts, and passed on inside it), or "hybridep" (the same, padded for FP8 on the way)
+    dispatch         how rows reach their experts: "each" copy by itself, "deepep" (a row once to each rank that has
+                     some of its experts), or "hybridep" (the same, padded for FP8 on the way)
+    joins_experts    experts' activation, and the casts of what is made there, are part of their grouped products
     drops            experts take a fixed number of rows, and more are dropped: no sizes are read on the way
     megatron         layers are those of Megatron-Core with Transformer Engine (costs/host_seconds, costs/block)
     graphs           what is replayed as CUDA graphs, which the host starts as one: a whole "step", what is before the
-                     experts of a layer ("attention"), or nothing
+                     experts of a layer ("attention"), what routes rows to them ("routing"), both, or nothing
     prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
                      "after" them (FSDP1's BACKWARD_POST), or "none": when it is needed
     states           the dtype policy, a key of STATES
@@ -141,6 +144,7 @@ class Software:
     overlap_p2p: bool = False
     overlap_ep: float = 0.0
     dispatch: str = "each"
+    joins_experts: bool = False
     drops: bool = False
     megatron: bool = False
     graphs: str = ""

@@ -39,6 +39,17 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
          "a cross-entropy that is not fused"},
     ),
     (
+        "nemo-2026", "nemo",
+        {"attention": "cudnn-2026", "dispatch": "hybridep", "graphs": "routing", "source": "Megatron-Bridge of 2026 "
+         "(perf_recipes, 26.06 to 26.08): cuDNN 9.18 and later, HybridEP, CUDA graphs of what routes rows to experts"},
+    ),
+    (
+        "nemo-2026-graphs", "nemo-2026",
+        {"attention": "cudnn-2026-mxfp8", "graphs": "step", "joins_experts": True, "overlap_ep": 16 / 148, "source":
+         "the same on NVL72 in MXFP8: a step is one CUDA graph, rows of experts travel beside computing by 16 of 148 "
+         "processors, grouped products join experts' activation (NVTE_CUTEDSL_FUSED_GROUPED_MLP), attention in MXFP8"},
+    ),
+    (
         "deepseek-v2", "deepseek",
         {"attention": "flash2", "overlap_ep": 0.0, "source": "DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.3): a "
          "FlashAttention-2 of their own; rows of experts are waited for (not counted: what shared experts hide of it)"},

@@ -34,6 +34,10 @@ from shardwise.cluster.tables import bus_factor
 # Inside a step a collective also waits for the slowest of its ranks. SimuMax fits 5.5 to 9.2 microseconds for each rank
 # beyond the first on 8 B200, where nccl-tests of the same sizes show none
 SKEW_US, SKEWED_RANKS = 7.0, 8
+# Bytes a second that DeepEP's kernels hand to a rank inside a node by 20 processors, their default: between 348 and 302
+# GB/s by 16 (dispatch, combine) and 494 and 420 by 24, B200 and GB200 alike (docs/README_Hybrid-EP.md of DeepEP's
+# hybrid-ep branch). HybridEP's take 530 to 550 of 8 ranks and 450 to 485 of 32, as an all-to-all of NCCL does
+DEEPEP_RATE = 391e9
 INSIDE_SHARE = 0.75  # of the link's rate that large collectives reach, without a table (assumed)
 
 
@@ -151,19 +155,23 @@ class Wire:
         within = (self.pieces(op, inner, size_bytes, pieces) for op in ("reduce_scatter", "all_gather"))
         return sum(within) + self.pieces("all_reduce", outer, size_bytes / inner.size, pieces)
 
-    def rows(self, group: RankGroup, size_bytes: float, copies: int) -> float:
+    def rows(self, group: RankGroup, size_bytes: float, copies: int, most: float = math.inf) -> float:
         """Returns the seconds of an all-to-all of rows for `copies` experts each, dealt at random over the group.
 
-        One copy of a row goes to each node that has some of its experts, and is passed on inside it. `size_bytes` is of
-        all copies that one rank sends.
+        A row goes once to each rank that has some of its experts (NVIDIA/Megatron-LM issue 2692), and to each node by
+        one of its ranks: DeepEP and HybridEP hold a bit for each rank, and add up what comes back.
+
+        size_bytes  of all copies that one rank sends
+        most        bytes a second that a rank receives at most inside a node
         """
         local = self.inside(group)
         nodes = math.ceil(group.size / local)
+        near = size_bytes / copies * _met(group.size, copies)
         if nodes == 1 or local == 1 or self._one_domain(group):
-            return self.collective("all_to_all", group, size_bytes)
-        met = nodes * (1 - (1 - 1 / nodes) ** copies)
-        far = size_bytes / copies * met * (nodes - 1) / nodes / self._rate(self.tier(group))
-        return max(far, self._inside("all_to_all", local, size_bytes)) + self.collective("all_to_all", group, 1.0)
+            return max(self.collective("all_to_all", group, near), near / most)
+        far = size_bytes / copies * _met(nodes, copies) * (nodes - 1) / nodes / self._rate(self.tier(group))
+        near_s = max(self._inside("all_to_all", local, near), near / most)
+        return max(far, near_s) + self.collective("all_to_all", group, 1.0)
 
     def _to_each(self, ranks: int, local: int, size_bytes: float, tier: int) -> float:
         """Returns the seconds of an all-to-all across nodes, `local` of its ranks in this one: the slower link's."""
@@ -273,6 +281,11 @@ class Wire:
         if measured is not None:
             return measured.seconds("send", 2, 1, size_bytes)
         return self.cluster.tiers[index].latency_us.value * 1e-6 + size_bytes / self._rate(index)
+
+
+def _met(places: int, copies: int) -> float:
+    """Returns how many of `places` have one of `copies` experts at least, in the mean, each dealt at random."""
+    return places * (1 - (1 - 1 / places) ** copies)
 
 
 MOST_GROUPS = 64  # of one axis that are looked at: how they lie on nodes repeats

@@ -7,6 +7,7 @@ optimizer    the bytes that it reads and writes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -19,7 +20,7 @@ from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.offload import Offloaded, crossing_seconds, offloaded, told, update_bytes
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
-from shardwise.costs.wire import RankGroup, Wire
+from shardwise.costs.wire import DEEPEP_RATE, RankGroup, Wire
 from shardwise.layout.offload import weights_on_host
 from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
@@ -103,14 +104,18 @@ class StepContext:
         return Wire(self.cluster, self.layout.world_size)
 
     def group(self, axis: str) -> RankGroup:
-        """Returns size and stride of "tp", "ulysses", "cp", "ep", "data" (what ZeRO shards over), "pp", "replicas"."""
+        """Returns size and stride of "tp", "ulysses", "cp", "ep", "data" (what ZeRO shards over), "pp", "replicas".
+
+        tp is innermost, then ulysses, cp, shard, pp, replicas. Megatron's experts have ranks of their own, neighbours
+        whatever tp is (parallel folding, arXiv:2504.14960).
+        """
         lay = self.layout
         inner = lay.tp * lay.split_sequence
         return {
             "tp": RankGroup(lay.tp, 1),
             "ulysses": RankGroup(lay.ulysses, lay.tp),
             "cp": RankGroup(lay.cp, lay.tp * lay.ulysses),
-            "ep": RankGroup(lay.ep, lay.tp if lay.sp or lay.tp == 1 else 1),
+            "ep": RankGroup(lay.ep, lay.tp if lay.sp and not self.software.megatron else 1),
             "data": RankGroup(lay.shard_ranks, lay.tp),
             "pp": RankGroup(lay.pp, inner * lay.shard),
             "replicas": RankGroup(lay.replicas, inner * lay.shard * lay.pp),
@@ -127,7 +132,8 @@ class StepContext:
         if message.op == "pass":
             return self.wire.send(message.size_bytes, 0, (group.size - 1) * group.stride)
         if message.axis == "ep" and self.software.dispatch != "each":
-            return self.wire.rows(group, message.size_bytes, self.shape.top_k) + self.wire.skew(group.size)
+            most = DEEPEP_RATE if self.software.dispatch == "deepep" else math.inf
+            return self.wire.rows(group, message.size_bytes, self.shape.top_k, most) + self.wire.skew(group.size)
         return self.wire.collective(message.op, group, message.size_bytes) + self.wire.skew(group.size)
 
     def exposed(self, messages: Sequence[Message], beside: float) -> tuple[float, float]:
