@@ -429,7 +429,7 @@ def test_zero_over_the_ranks_of_a_sequence_gathers_as_over_data_ranks() -> None:
     for n in (1, 2, 3):
         one, two = (simulate(LLAMA, layout.with_(n_micro=n), slow, soft) for layout in (along, data))
         assert one.step_s == pytest.approx(two.step_s, rel=0.05), "at 25 Gb/s all else hides behind it"
-        gathered = [buffers(LLAMA, layout, soft, LLAMA.layers, {}) for layout in (along, data)]
+        gathered = [buffers(LLAMA, layout, soft, LLAMA.layers) for layout in (along, data)]
         assert gathered[0] == gathered[1] > 0
         estimate = Estimator(LLAMA, slow, soft).seconds(along.with_(n_micro=n))
         assert estimate == pytest.approx(one.step_s, rel=0.12)
