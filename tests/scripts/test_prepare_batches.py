@@ -409,6 +409,21 @@ def test_held_out_batches_are_padded_as_whole_ones(pool: RankPool) -> None:
     assert pool.run(held_out_widths, 2, "dp_shard=2,zero=3") == [alone, alone]
 
 
+def drawn_beside(plan: str | None) -> list[Any]:
+    """What a loader beside the main one hands out, of a dataset that draws where it reads."""
+    prepared, *_ = begin(plan, made(Reader), DataLoader(Lines(), batch_size=4, collate_fn=padded))
+    loader = DataLoader(Lines("torch"), batch_size=4)
+    if prepared is None:
+        return [x.tolist() for x in loader]
+    other = prepared.split(loader)
+    return [prepared.gather(x, other).tolist() for x in other]
+
+
+def test_a_loader_beside_the_main_one_draws_as_one_process_does(pool: RankPool) -> None:
+    (alone,) = pool.run(drawn_beside, 1, None)
+    assert pool.run(drawn_beside, 2, "dp_replicate=2") == [alone, alone]
+
+
 # --- workers that are not forked
 
 
