@@ -259,6 +259,25 @@ def test_a_scaler_leaves_steps_out_on_all_ranks(plan: str, pool: RankPool) -> No
     check_equal(pool, too_large, plan, bar=1e-5)
 
 
+def scaled_with_a_remainder(plan: str | None) -> tuple:
+    """A GradScaler over two batches to a step, of which an epoch's last step has one."""
+    prepared, model, optimizer, loader = begin(plan, small().float(), batches(12))
+    scaler, told = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    for number, (x, y) in enumerate(loader, 1):
+        told.append(back(prepared, scaler.scale(mse(model, x.float(), y.float()))))
+        if number % 2 == 0 or number == len(loader):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return told, weights_of(model)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=1,accumulate=2", "dp_shard=2,zero=3,accumulate=2"])
+def test_a_scaler_reads_gradients_of_a_step_with_fewer_micro_batches(plan: str, pool: RankPool) -> None:
+    check_equal(pool, scaled_with_a_remainder, plan, bar=1e-5)
+
+
 def never_finite(plan: str) -> None:
     prepared, model, optimizer, loader = begin(plan, small(), batches(12))
     for x, y in loader:
