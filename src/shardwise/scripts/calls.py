@@ -194,7 +194,9 @@ class Calls(Loop):
         if not trains:
             return self._cut(args, kwargs)
         self.called, self.used, self._spent = True, self.dealt, False
-        self.resume()
+        follows = self.is_of_batch((args, kwargs))
+        if follows:
+            self.resume()
         # once for each entry (the model, and methods that the script calls): each has outputs of its own
         if self._looks and self.entries.now not in self._looked:
             self._looked[self.entries.now] = ModelLook([], [])
@@ -203,7 +205,7 @@ class Calls(Loop):
         if self.whole is not None and self.whole.spreads and self.inside == 1:
             self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
-        if self.draws is not None:
+        if self.draws is not None and follows:
             self.draws.alike = self.engine.state.phase.same
             # what every rank is given alike draws alike as it is: nothing is dealt over samples
             if not self.draws.alike:

@@ -66,6 +66,7 @@ class Handed:
         self.number, self.dealt, self.checksum, self.dim, self.own = number, dealt, checksum, dim, own
         self._tensors = [weakref.ref(tensor) for tensor in tensors_of(batch)]
         self.traced, self.met, self.spent = bool(self._tensors), False, False
+        self.rows: set[int] = set()  # of what forwards of it were given
 
     @property
     def lives(self) -> bool:
@@ -264,6 +265,17 @@ class Loop(Heard, Events):
             self._begin(handed)  # not something kept of an earlier one, or made of a later one, beside this one
         if self._now is not None:
             self._now.met = True
+
+    def is_of_batch(self, call: Any) -> bool:
+        """Whether a forward in training is of the batch at hand. After its last backward it is only if it is given as
+        many rows as one before; else it is of what every rank has alike (points that are looked at for the next)."""
+        now, rows = self.leader._now, {tensor.shape[0] for tensor in tensors_of(call) if tensor.dim()}
+        if now is None:
+            return True
+        if now.spent and rows and not (self.leader._draws_on or rows & now.rows):
+            return False
+        now.rows |= rows
+        return True
 
     def after_batch(self) -> None:
         """Stop dealing draws, since the script asks for its next batch."""
