@@ -84,6 +84,14 @@ def test_scripts_as_people_write_them(pool: RankPool, tmp_path: Path, name: str,
     assert parity.parity, parity.text()
 
 
+def test_a_script_with_a_loss_scaler_is_proven_in_float64(pool: RankPool, tmp_path: Path) -> None:
+    script = PREPARED.replace("for epoch", 'scaler = torch.amp.GradScaler("cpu", growth_interval=2)\nfor epoch')
+    script = script.replace("backward(loss)", "backward(scaler.scale(loss))\n        scaler.unscale_(optimizer)")
+    script = script.replace("optimizer.step()", "scaler.step(optimizer)\n        scaler.update()")
+    parity = prove(pool, tmp_path, script, plan="dp_shard=2,zero=3")
+    assert parity.parity and parity.float64, parity.text()
+
+
 LATER = """
 torch.save({"first": model.state_dict()}, f"first{prepared.rank}.pt")
 later = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
