@@ -272,7 +272,8 @@ class Loop(Heard, Events):
         now, rows = self.leader._now, {tensor.shape[0] for tensor in tensors_of(call) if tensor.dim()}
         if now is None:
             return True
-        if now.spent and rows and not (self.leader._draws_on or rows & now.rows):
+        # without rows it was handed out before the backward of the one before, and no forward has met it yet
+        if now.spent and rows and now.rows and not (self.leader._draws_on or rows & now.rows):
             return False
         now.rows |= rows
         return True
