@@ -409,6 +409,50 @@ def test_held_out_batches_are_padded_as_whole_ones(pool: RankPool) -> None:
     assert pool.run(held_out_widths, 2, "dp_shard=2,zero=3") == [alone, alone]
 
 
+def drawn_beside(plan: str | None) -> list[Any]:
+    """What a loader beside the main one hands out, of a dataset that draws where it reads."""
+    prepared, *_ = begin(plan, made(Reader), DataLoader(Lines(), batch_size=4, collate_fn=padded))
+    loader = DataLoader(Lines("torch"), batch_size=4)
+    if prepared is None:
+        return [x.tolist() for x in loader]
+    other = prepared.split(loader)
+    return [prepared.gather(x, other).tolist() for x in other]
+
+
+def test_a_loader_beside_the_main_one_draws_as_one_process_does(pool: RankPool) -> None:
+    (alone,) = pool.run(drawn_beside, 1, None)
+    assert pool.run(drawn_beside, 2, "dp_replicate=2") == [alone, alone]
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor, of_node: torch.Tensor, graphs: int) -> torch.Tensor:
+        h = torch.tanh(self.inner(x))
+        h = h.index_add(0, edges[1], h[edges[0]])
+        return self.head(h.new_zeros(graphs, 8).index_add(0, of_node, h))
+
+
+def joined(graphs: list[torch.Tensor]) -> SimpleNamespace:
+    """Nodes of several graphs in one tensor, as a library joins them: no tensor of its own has samples first."""
+    of_node = torch.cat([torch.full((len(x),), n) for n, x in enumerate(graphs)])
+    y = torch.stack([x.cos().mean(0)[:2] for x in graphs])
+    nodes = torch.arange(len(of_node))  # each of which is beside the next one of its graph
+    edges = torch.stack([nodes[:-1], nodes[1:]])[:, of_node[:-1] == of_node[1:]]
+    return SimpleNamespace(x=torch.cat(graphs), edges=edges, of_node=of_node, y=y)
+
+
+def joined_graphs(plan: str | None, looks: bool = True) -> Found:
+    """Six graphs to each of two ranks, whose nodes have six features."""
+    model, lengths = made(Pooled), torch.randint(4, 9, (24,)).tolist()
+    loader = DataLoader([torch.randn(n, 6).double() for n in lengths], batch_size=12, collate_fn=joined)  # type: ignore[arg-type]
+    prepared, model, optimizer, loader = begin(plan, model, loader, reads="part", check_loss=looks)
+    losses = [stepped(prepared, optimizer, F.mse_loss(model(g.x, g.edges, g.of_node, len(g.y)), g.y)) for g in loader]
+    return losses, weights_of(model)
+
+
 # --- workers that are not forked
 
 
@@ -595,6 +639,7 @@ EQUAL: list[tuple] = [
     (another_loader, "dp_shard=2,zero=2", True), (another_loader, "dp_shard=2,zero=3", True),
     (permuted, "dp_shard=2,zero=3", "sample"), (graph, "dp_shard=2,zero=1", "model"),
     (replayed, "dp_replicate=2", "after"), (replayed, "dp_shard=2,zero=3", "before"),
+    (joined_graphs, "dp_replicate=2", False),
     (replayed, "dp_replicate=2", "zipped"), (replayed, "dp_replicate=2", "alike"),
     (kept, "dp_replicate=2", "never"), (kept, "dp_replicate=2", "between"), (kept, "dp_shard=2,zero=3", "first"),
 ]  # fmt: skip
@@ -613,5 +658,6 @@ test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 REFUSED: list[tuple] = [
     (ahead, "dp_replicate=2", "in_a_thread", "like", RefusedPlan,
      "in a thread of the script's own.*small_scripts.py, line"),
+    (joined_graphs, "dp_replicate=2", RefusedPlan, "fails on 4 of its samples.*by size.*check_loss=False.*line"),
 ]  # fmt: skip
 test_a_script_is_refused_with_its_line = refused_with_its_line(REFUSED)

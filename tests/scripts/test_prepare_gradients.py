@@ -259,6 +259,25 @@ def test_a_scaler_leaves_steps_out_on_all_ranks(plan: str, pool: RankPool) -> No
     check_equal(pool, too_large, plan, bar=1e-5)
 
 
+def scaled_with_a_remainder(plan: str | None) -> tuple:
+    """A GradScaler over two batches to a step, of which an epoch's last step has one."""
+    prepared, model, optimizer, loader = begin(plan, small().float(), batches(12))
+    scaler, told = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    for number, (x, y) in enumerate(loader, 1):
+        told.append(back(prepared, scaler.scale(mse(model, x.float(), y.float()))))
+        if number % 2 == 0 or number == len(loader):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return told, weights_of(model)
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=1,accumulate=2", "dp_shard=2,zero=3,accumulate=2"])
+def test_a_scaler_reads_gradients_of_a_step_with_fewer_micro_batches(plan: str, pool: RankPool) -> None:
+    check_equal(pool, scaled_with_a_remainder, plan, bar=1e-5)
+
+
 def never_finite(plan: str) -> None:
     prepared, model, optimizer, loader = begin(plan, small(), batches(12))
     for x, y in loader:
@@ -439,7 +458,28 @@ MORE_EQUAL: list[tuple] = [
 test_a_script_equals_one_process = equals_one_process(EQUAL, MORE_EQUAL)
 
 
+class Equilibrium(nn.Module):
+    """A fixed point, whose gradient a hook solves for through the graph of one more turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        point = torch.tanh(self.turn(torch.zeros_like(x)) + x)
+        start = point.detach().requires_grad_()
+        once = torch.tanh(self.turn(start) + x)
+        point.register_hook(lambda g: g + torch.autograd.grad(once, start, g, retain_graph=True)[0])
+        return point
+
+
+def solved(plan: str | None) -> tuple:
+    model = made(lambda: nn.Sequential(nn.Linear(6, 6), Equilibrium(), nn.Linear(6, 2)))
+    return train(plan, model, batches(11), mse)
+
+
 REFUSED: list[tuple] = [
+    (solved, "dp_shard=2,zero=3", RefusedPlan, r"autograd.grad within a backward.*use zero=2.*line \d+"),
     (recorded, "dp_replicate=2", RefusedPlan, "gradients of weights are summed over ranks.*create_graph=True.*line"),
     (without_loss, "dp_replicate=2", InputError, r"is given no loss: prepared.backward\(loss\).*line \d+"),
     (misspelt, "dp_replicate=2", InputError, r"has no retain_grap=.*did you mean 'retain_graph'.*line \d+"),

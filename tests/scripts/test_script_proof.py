@@ -84,6 +84,40 @@ def test_scripts_as_people_write_them(pool: RankPool, tmp_path: Path, name: str,
     assert parity.parity, parity.text()
 
 
+def test_a_script_with_a_loss_scaler_is_proven_in_float64(pool: RankPool, tmp_path: Path) -> None:
+    script = PREPARED.replace("for epoch", 'scaler = torch.amp.GradScaler("cpu", growth_interval=2)\nfor epoch')
+    script = script.replace("backward(loss)", "backward(scaler.scale(loss))\n        scaler.unscale_(optimizer)")
+    script = script.replace("optimizer.step()", "scaler.step(optimizer)\n        scaler.update()")
+    parity = prove(pool, tmp_path, script, plan="dp_shard=2,zero=3")
+    assert parity.parity and parity.float64, parity.text()
+
+
+LATER = """
+torch.save({"first": model.state_dict()}, f"first{prepared.rank}.pt")
+later = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+later.load_state_dict(torch.load(f"first{prepared.rank}.pt")["first"])
+by = torch.optim.SGD(later.parameters(), lr=1e-2)
+again = later, by, loader = shardwise.prepare(later, by, LOADER, plan="dp_replicate=2")
+for x, y in loader:
+    by.zero_grad()
+    again.backward(nn.functional.mse_loss(later(x), y))
+    by.step()
+"""
+
+
+def test_a_model_that_is_made_of_trained_weights_is_not_blamed_for_their_difference(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """A second phase begins with what the first has saved; its own start is told where that alone differs."""
+    script = PREPARED.replace("loader = Data", "loader = LOADER = Data").replace("range(3)", "range(1)") + LATER
+    assert prove(pool, tmp_path, script).parity
+    mixed = prove(pool, tmp_path, script.replace("mse_loss(model(x), y)", "mse_loss(model(x), y) * model(x).mean()", 1))
+    assert mixed.cause is not None and mixed.cause.name == "loss_scope", mixed.text()
+    assert mixed.first is not None and mixed.first.step == 0
+    other = prove(pool, tmp_path, script.replace("again =", "later[0].bias.data += prepared.world_size\nagain ="))
+    assert other.cause is not None and other.cause.name == "weights_at_start", other.text()
+
+
 def test_the_script_as_it_was_is_the_one_process(pool: RankPool, tmp_path: Path) -> None:
     plain, wrong = tmp_path / "plain.py", PREPARED.replace("prepared.backward(loss)", "prepared.backward(loss, len(y))")
     plain.write_text(PLAIN)

@@ -47,7 +47,8 @@ def compare(parity: Parity, single: Record, ranks: Record) -> None:
     parity.differences += single.differences + ranks.differences
     parity.bars = parity.bars or dict(FLOAT64_BARS)
     floors = _floors(single, -1)
-    _compare_named(parity, "parameter", single.initial, ranks.initial, floors["parameter"], -1)
+    one, many = ({name: t for name, t in side.initial.items() if name not in side.late} for side in (single, ranks))
+    _compare_named(parity, "parameter", one, many, floors["parameter"], -1)
     parity.loss_error = _numbers(parity, "loss", ranks.losses, single.losses)
     parity.norm_error = _numbers(parity, "norm", ranks.norms, single.norms)
     for step in range(len(single.losses)):

@@ -33,6 +33,7 @@ class Record:
     buffers: list[Tensors] = field(default_factory=list)
     states: list[Tensors] = field(default_factory=list)  # of the optimizer: "exp_avg of blocks.0.weight"
     initial: Tensors = field(default_factory=dict)  # parameters before the first step
+    late: set[str] = field(default_factory=set)  # of these, names that are there after steps of other models alone
     lr: float = 0.0  # the largest rate of any step
     limits: list[float] = field(default_factory=list)  # by step, up to which elements of gradients are zero (zeros)
     trained: set[str] = field(default_factory=set)  # names of parameters that get a gradient

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.buckets import GradientBuckets
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import trainable
-from shardwise.errors import RefusedPlan
+from shardwise.errors import RefusedPlan, first_line
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.fsdp import groups_of
 from shardwise.parallel.full import FullShard
@@ -54,7 +54,7 @@ class Recorded:
         self._root: Any = technique.module
         here = ref(self)
         # for as long as the model lives: its script may differentiate wherever it likes
-        finalize(self, watch_backwards(lambda roots, graph, inputs: _inside(here(), graph))).atexit = False
+        finalize(self, watch_backwards(lambda roots, graph, inputs: _inside(here(), graph, inputs))).atexit = False
 
     def may_run(self, *, records: bool) -> bool:
         """Whether a backward needs `running`: it records a graph (`records`) or one was recorded, in this run."""
@@ -87,9 +87,26 @@ class Recorded:
                     unit.reshard()
 
 
-def _inside(recorded: Recorded | None, records: bool) -> AbstractContextManager[None]:
-    """Returns the context that a backward needs: `running` of the outermost one that is recorded, else an empty one."""
+@contextmanager
+def _within() -> Iterator[None]:
+    """Context of an `autograd.grad` within a backward: raises `RefusedPlan` where it fails, since torch would tell of
+    the memory of weights alone, which units have freed after the forward whose graph it goes through."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RefusedPlan(
+            "torch.autograd.grad within a backward (a hook of a tensor, an autograd.Function) fails where zero=3 frees "
+            f"weights after each forward: {first_line(error)}. Run the forward that it goes through there as well, or "
+            "use zero=2"
+        ) from error
+
+
+def _inside(recorded: Recorded | None, records: bool, inputs: Any) -> AbstractContextManager[None]:
+    """Returns the context that a backward needs: `running` of the outermost one that is recorded, `_within` of one that
+    takes gradients within another, else an empty one."""
     outermost = torch._C._current_graph_task_id() == -1
+    if recorded is not None and not outermost and inputs:
+        return _within()
     if recorded is None or not outermost or not recorded.may_run(records=records):
         return nullcontext()
     return recorded.running(records=records)

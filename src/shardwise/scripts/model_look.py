@@ -57,6 +57,10 @@ RAGGED = (
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # of a line that is given other samples
 MOST = 4  # samples that are looked at
 Shape = tuple[int, ...]  # of an output; () where it is no tensor
+_GUESSED = (
+    "the model fails on {} of its samples ({}). First dims of its arguments differ, so for this look rows were taken "
+    "by size: {}"
+)
 _MIXES = "the model mixes samples: what it gives does not add up over samples, a sum of its outputs"
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
@@ -118,6 +122,8 @@ def look_at_model(
             with gate.closed():
                 leaves = outputs(engine.module, call)
         except FAILURES as error:
+            if count == n and places.samples is not None and not needs_gradients(error):
+                raise RefusedPlan(_GUESSED.format(n, first_line(error), BY_ROWS)) from error
             # the model fails on all samples too, or was run without gradients, which the look then asks for
             if count == n or needs_gradients(error):
                 raise

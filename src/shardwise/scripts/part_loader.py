@@ -96,10 +96,6 @@ class PartLoader:
         # one rank reads by indices as the script does
         if self._ranks == 1:
             return [self._indexed]
-        beside = type(self.events) is Events  # held-out data; padding counts there too: a decode's steps are by it
-        # held-out data of torch's own joining cannot pad: each rank reads its part alone
-        if reads == "auto" and beside and not joins_by_itself(self.whole):
-            reads = "part"
         if reads != "auto":
             return [self._indexed if reads == "part" and not self._dim else self._whole]
         # a collate function of the script's own may pad to the longest: whole batches first

@@ -141,8 +141,8 @@ class ScriptWeights:
         # a piece in the optimizer's groups; torch's GradScaler alone may read it, to scale it
         if use == "never" and sys._getframe(2).f_code.co_filename != grad_scaler.__file__:
             refuse(RefusedPlan(_PIECE.format(".grad")))
-        # the plan has not added it up yet
-        if use == "later":
+        # the plan has not added it up yet (a scaler may come to a step with fewer micro-batches than the plan has)
+        if use in ("later", "never"):
             self._gradients.make_whole()
         return self._gradients.get(param) if use == "whole" else _GRAD.__get__(param)
 

@@ -204,9 +204,7 @@ def _of_records(sides: Difference) -> Cause | None:
     # from what comes first in a run to what follows from it: each test takes all before it to be equal
     if not sides.control.equal:
         return _cause("not_deterministic", _first_of(sides.control))
-    if any(step < 0 for step in parity.exceeded.values()) or any(
-        "initial value" in each for each in parity.differences
-    ):
+    if "initial value" in str(parity.differences) or any(step < 0 for step in parity.exceeded.values()):
         return _cause("weights_at_start", _first_of(parity))
     for number, rank in enumerate(sides.ranks):
         for mine, theirs in zip(rank.initial, many.initial, strict=False):
@@ -216,8 +214,10 @@ def _of_records(sides: Difference) -> Cause | None:
         return _cause("own_backward") if not many.steps else None
     step = first_step(sides)
     kinds = {kind for (kind, _), at in parity.exceeded.items() if at == step}
-    beside = next((each for each in parity.differences if "beside the models" in each), "")
-    if not parity.exceeded and beside:
+    begun = tuple(f"model {n + 1}: " for n, steps in enumerate(single.began) if steps == step + 1)
+    if kinds and all(name.startswith(begun) for (_, name), at in parity.exceeded.items() if at == step):
+        return _cause("weights_at_start", _first_of(parity))
+    if not parity.exceeded and (beside := next((e for e in parity.differences if "beside the models" in e), "")):
         return _cause("beside", beside)
     other = _other_samples(sides)
     if other is not None and other <= step:

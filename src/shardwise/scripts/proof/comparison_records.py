@@ -67,23 +67,28 @@ def record_of(script: ScriptRecord, ranks: list[ScriptRecord], steps: int, *, fo
     # names of several models begin with their number, as two may have one name
     several = len(script.initial) > 1
     record = Record(states_known=script.states_known, notices=list(script.notices))
-    record.trained = {_named(number, name, several) for number, names in enumerate(script.trained) for name in names}
     buffers: Tensors = {}
     buffers_too = {_named(step.model, name, several) for step in script.steps for name in step.buffers}
-    initial = {
-        name: t for n, tensors in enumerate(script.initial) for name, t in _labelled(n, tensors, several).items()
-    }
-    # initial tensors hold buffers too, and a record's parameters are compared without them
-    record.initial = parameters = {name: tensor for name, tensor in initial.items() if name not in buffers_too}
+    coming: dict[int, Tensors] = {}  # of models, by the steps that others had taken when they were prepared
+    for number, began in enumerate(script.began):
+        if began <= steps:
+            record.trained |= {_named(number, name, several) for name in script.trained[number]}
+            tensors = _labelled(number, script.initial[number], several)
+            # initial tensors hold buffers too, and a record's parameters are compared without them
+            coming.setdefault(began, {}).update({name: t for name, t in tensors.items() if name not in buffers_too})
+    record.initial = {name: t for tensors in coming.values() for name, t in tensors.items()}
+    # what is made of weights that others have trained is compared after their steps, from which its values follow
+    parameters = coming.pop(0, {})
+    record.late = record.initial.keys() - parameters.keys()
     states: Tensors = {}
     # a rate may be a tensor, or no group may have one: 0.0 then, for `max`
     rates = [0.0]
-    for step in script.steps[:steps]:
+    for taken, step in enumerate(script.steps[:steps], 1):
         record.losses.append(sum(step.losses))
         record.norms.append(math.sqrt(step.squares))
         record.gradients.append(_labelled(step.model, step.gradients, several))
         # a model that did not step keeps the tensors of its last step
-        parameters = parameters | _labelled(step.model, step.parameters, several)
+        parameters = parameters | _labelled(step.model, step.parameters, several) | coming.get(taken, {})
         buffers = buffers | _labelled(step.model, step.buffers, several)
         states = states | _labelled(step.model, step.states, several)
         record.parameters.append(parameters)

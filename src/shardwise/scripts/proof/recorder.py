@@ -69,6 +69,7 @@ class ScriptRecord:
 
     steps: list[StepRecord] = field(default_factory=list)
     initial: list[Tensors] = field(default_factory=list)  # by model: parameters and buffers as they were prepared
+    began: list[int] = field(default_factory=list)  # by model: steps that others had taken when it was prepared
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trained: list[set[str]] = field(default_factory=list)
     final: list[Tensors] = field(default_factory=list)  # state_dict() and save_weights() at the end
@@ -175,6 +176,7 @@ class ScriptRecorder:
             self._note(len(self.models) - 1, name, tensor)
             initial[name] = None if tensor is None else sketch(tensor)
         self.record.initial.append(initial)
+        self.record.began.append(len(self.record.steps))
         self.record.trained.append(trained)
         self._coming.append(StepRecord(len(self.models) - 1))
         self._counts.append(0)

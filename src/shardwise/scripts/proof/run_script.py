@@ -40,6 +40,7 @@ from shardwise.trace.double import KeepDouble
 
 _WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
          torch.complex64: torch.complex128}  # fmt: skip
+_OF_SCALES = ("_lazy_init_scale_growth_tracker", "unscale_", "update")  # a loss scale, whose kernels want float32
 _MAKERS = ("from_numpy", "as_tensor", "frombuffer", "load", "asarray")  # tensors of numbers from elsewhere
 
 
@@ -177,6 +178,9 @@ def _in_double() -> Iterator[None]:
         for name in _MAKERS:
             inside.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, _widening(getattr(torch, name)))
+        for name in _OF_SCALES:
+            inside.callback(setattr, torch.amp.GradScaler, name, getattr(torch.amp.GradScaler, name))
+            setattr(torch.amp.GradScaler, name, _as_it_is(getattr(torch.amp.GradScaler, name)))
         torch.set_default_dtype(torch.float64)
         inside.callback(torch.set_default_dtype, before)
         inside.enter_context(WideDouble())
@@ -209,6 +213,17 @@ class CoarsestDtype(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.dtype.itemsize == 2 and leaf.is_floating_point():
                 self._record.eps = max(self._record.eps, torch.finfo(leaf.dtype).eps)
         return given
+
+
+def _as_it_is(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `method`, in which nothing is widened; a scale is a power of two, and rounds nothing."""
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return run
 
 
 def _widening(make: Callable[..., Any]) -> Callable[..., Any]:
