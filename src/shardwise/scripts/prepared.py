@@ -409,10 +409,7 @@ class Prepared(Stepping):
 
     @property
     def engine(self) -> Engine:
-        """Returns the `Engine` of the plan. Where that cuts weights or positions, the first forward makes it.
-
-        Raises `InputError` before that (`waits`).
-        """
+        """Returns the plan's `Engine`; `InputError` before a first forward that makes it, where it cuts (`waits`)."""
         if self._engine is None:
             raise InputError(
                 f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "

@@ -179,12 +179,10 @@ def _done(sides: Difference) -> str:
     was, now = sides.single.steps[step], sides.ranks[0].steps[step]
     if any(at < 0 for at in parity.exceeded.values()):  # -1: before the first step
         return "Its weights at the start are others: more is drawn before they are, or by another seed"
-    settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
-    if settings and _step_of(settings) <= step:
+    if settings := _settings_by(parity, step):
         return f"Another setting of the optimizer, {settings}"
     if abs(was.content - now.content) > NEAR * abs(was.content):
-        what = "samples, their order, or how they are made"
-        return f"Its models are called with other numbers in step {step + 1}: {what}"
+        return f"Its models are called with other numbers in step {step + 1}: samples, order, or how they are made"
     names = [name for (kind, name), at in parity.exceeded.items() if kind == "gradient" and at == step]
     for few in (was.gradients, {name: was.gradients[name] for name in names if name in was.gradients}):
         factor = _factor(_vector(now.gradients, few), _vector(few, few)) if few else None  # None: no one factor fits
@@ -222,8 +220,7 @@ def _of_records(sides: Difference) -> Cause | None:
     other = _other_samples(sides)
     if other is not None and other <= step:
         return _cause("other_samples", other + 1)
-    settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
-    if settings and _step_of(settings) <= step:
+    if settings := _settings_by(parity, step):
         return _cause("learning_rate", settings)
     if kinds and kinds <= {"buffer"}:
         return _cause("batch_norm_buffers", _first_of(parity))
@@ -238,9 +235,11 @@ def _of_records(sides: Difference) -> Cause | None:
     return _of_gradients(sides, step, kinds)
 
 
-def _step_of(settings: str) -> int:
-    """Returns the step, from 0, of a difference of settings; its text begins "step 3:", counted from 1."""
-    return int(settings.split()[1].rstrip(":")) - 1
+def _settings_by(parity: Parity, step: int) -> str:
+    """Returns the difference of the optimizer's settings that is there by a step, from 0; "" without one."""
+    settings = next((each for each in parity.differences if " of the optimizer's group " in each), "")
+    # its text begins "step 3:", counted from 1
+    return settings if settings and int(settings.split()[1].rstrip(":")) <= step + 1 else ""
 
 
 def first_step(sides: Difference) -> int:
