@@ -110,6 +110,15 @@ def test_layers_are_trained_whole(folder: Path) -> None:
     assert len(trained) == 2 * 2 + 1
 
 
+def test_a_module_that_peft_would_train_whole_unasked_is_told() -> None:
+    """peft compares the ends of names by their letters, not by their parts."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("body", "head", "aux_head")})
+    with pytest.raises(InputError, match=r"peft would train 'aux_head' whole too.* ends as 'head' does"):
+        whole_paths(model, ["head"])
+    assert whole_paths(model, ["head", "aux_head"]) == ["head", "aux_head"]
+    assert whole_paths(model, ["aux_head"]) == ["aux_head"]
+
+
 def test_keys_without_a_rank_have_no_effect() -> None:
     with pytest.raises(InputError, match=r"lora.alpha = 8.0: would have no effect: lora.rank is not set"):
         load(overrides=["lora.alpha=8.0"])
