@@ -220,6 +220,16 @@ def test_mistakes_are_told(settings: dict, told: str, file: Path) -> None:
         source(file, **settings)
 
 
+def test_a_static_field_of_another_grid_is_refused(file: Path, tmp_path: Path) -> None:
+    """Its first rows and columns would be taken for those of the fields."""
+    with netCDF4.Dataset(tmp_path / "globe.nc", "w") as larger:
+        for name, size in {"y": 2 * Y, "x": 2 * X}.items():
+            larger.createDimension(name, size)
+        larger.createVariable("height", "f8", ("y", "x"))[:] = np.random.default_rng(0).normal(size=(2 * Y, 2 * X))
+    with pytest.raises(InputError, match=r"static height is \('y', 'x'\) of \(10, 14\).* the fields have \(5, 7\)"):
+        FieldSource([file, tmp_path / "globe.nc"], ["heat"], static=["height"])
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     broken = tmp_path / "broken.nc"
     broken.write_bytes(b"not a file of fields")

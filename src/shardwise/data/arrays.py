@@ -73,7 +73,7 @@ def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
     if isinstance(array, str | Path):
         try:
             loaded: np.ndarray = np.load(array, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:  # the last: an empty file
             cut = ", so it was cut short: write or copy it again" if "mmap length" in str(error) else ""
             raise InputError(f"ArraySource: {name}: {array} cannot be read: {error}{cut}") from error
         if not isinstance(loaded, np.ndarray):
