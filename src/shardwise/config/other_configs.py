@@ -45,6 +45,7 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
     peak_lr: float | None = None  # of a schedule that sets the rate itself, whatever the optimizer's is
+    type_is_adam: bool = False  # the optimizer's in the file
     told: list[tuple[str, str]] = field(default_factory=list)
 
     def finished(self) -> Plan:
@@ -175,6 +176,7 @@ def _optimizer(made: Translation, value: Any) -> str:
     if name not in ("adam", "adamw", "sgd", "adagrad", "rmsprop"):
         return f"{value} is none of shardwise's by name: give it as the task's optimizer"
     # DeepSpeed's Adam decays weights as AdamW does unless it is told otherwise
+    made.type_is_adam = name == "adam"
     made.settings["optimizer.name"] = "adamw" if name == "adam" else name
     return f"--set optimizer.name={made.settings['optimizer.name']}"
 
@@ -194,7 +196,8 @@ def _peak(made: Translation, value: Any) -> str:
 
 
 def _decoupled(made: Translation, value: Any) -> str:
-    if value is False:
+    """Set Adam's kind of decay; returns the key's sentence. DeepSpeed asks it of Adam alone, not of AdamW."""
+    if value is False and made.type_is_adam:
         made.settings["optimizer.name"] = "adam"
     return f"--set optimizer.name={made.settings.get('optimizer.name', 'adamw')}"
 
@@ -335,8 +338,8 @@ def read(path: Path, ranks: int | None = None) -> Translation:
         raise InputError(f"--from {path}: no key of it is one of DeepSpeed's or Accelerate's configurations")
     # a default of theirs that is other than ours is as much asked for as what the file says
     unsaid = dict(_unsaid(values))
-    # ranks and machines first: others are told by them
-    first = ("num_processes", "num_machines", "distributed_type")
+    # ranks and machines first, and the optimizer's type: others are told by them
+    first = ("num_processes", "num_machines", "distributed_type", "optimizer.type", "deepspeed_config.optimizer.type")
     rows = sorted([*_flat(values), *unsaid.items()], key=lambda row: row[0] not in first)
     for key, value in rows:
         kind = SECTIONS.get(key.partition(".")[0])
