@@ -110,6 +110,12 @@ def _sentence(text: str) -> Row:
     return lambda made, value: text
 
 
+def _clip(made: Translation, value: Any) -> str:
+    if float(value) == 0:
+        return "no clipping, the default"
+    return _setting("train.clip_norm")(made, value)
+
+
 def _stage(made: Translation, value: Any) -> str:
     made.sharding = int(value)
     return (
@@ -281,7 +287,7 @@ ZERO, FSDP = "zero_optimization.", "fsdp_config.fsdp_"
 ROWS: dict[str, Row] = {
     "num_processes": _ranks, "num_machines": _machines, "distributed_type": _distributed,
     "mixed_precision": _mixed, "gradient_accumulation_steps": _field("accumulate"),
-    "gradient_clipping": _setting("train.clip_norm"), "bf16.enabled": _precision("bf16"),
+    "gradient_clipping": _clip, "bf16.enabled": _precision("bf16"),
     "fp16.enabled": _precision("fp16"), "bfloat16.enabled": _precision("bf16"),
     "train_micro_batch_size_per_gpu": _micro, "train_batch_size": _setting("train.batch_samples", int),
     "steps_per_print": _setting("train.log_every", int), f"{ZERO}stage": _stage, "zero_stage": _stage,
@@ -306,7 +312,7 @@ ROWS: dict[str, Row] = {
     "megatron_lm_config.megatron_lm_tp_degree": _field("tp"), "megatron_lm_config.megatron_lm_pp_degree": _field("pp"),
     "megatron_lm_config.megatron_lm_sequence_parallelism": _true("sp", True, "sp=false, the default"),
     "megatron_lm_config.megatron_lm_num_micro_batches": _field("microbatches"),
-    "megatron_lm_config.megatron_lm_gradient_clipping": _setting("train.clip_norm"),
+    "megatron_lm_config.megatron_lm_gradient_clipping": _clip,
     "megatron_lm_config.megatron_lm_use_distributed_optimizer": _distributed_optimizer,
     "megatron_lm_config.megatron_lm_recompute_activations": _true("remat", "selective", "remat=none, the default"),
     "parallelism_config.parallelism_config_tp_size": _field("tp"),
