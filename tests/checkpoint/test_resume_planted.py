@@ -69,7 +69,7 @@ RUN = [
         "pass",
     ),
     bug("training.keeping:Keeper._set_aside", "> restored.manifest.step", "> restored.manifest.step + 9"),
-    bug("training.resume:trim_metrics", "< first", "<= first"),
+    bug("training.resume:trim_metrics", "<= first", "<= first + 1"),
     bug("checkpoint.load:_read", "holding.key if holding.key in stored.tensors else", ""),
     bug("checkpoint.load:restore", 'int(state["steps"])', 'int(state["steps"]) - 1'),
     bug("checkpoint.load:_read_optimizer", "if state:", "if False:"),
