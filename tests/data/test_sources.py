@@ -366,6 +366,14 @@ class Columns:
         return torch.tensor(self.rows[index])
 
 
+def test_arrays_of_the_other_order_of_bytes_are_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "big.npy", np.arange(6, dtype=">f4").reshape(3, 2))
+    batch = ArraySource({"x": tmp_path / "big.npy"}, global_shape=(2,)).read([2, 0])
+    assert batch["x"].equal(torch.tensor([[4.0, 5.0], [0.0, 1.0]]))
+    part = ArraySource({"x": np.arange(6, dtype=">i8").reshape(3, 2)}, global_shape=(2,)).read([1], ((1, 2),))
+    assert part["x"].equal(torch.tensor([[3]]))
+
+
 def test_files_that_hold_no_array_or_several_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.npy").touch()
     with (tmp_path / "several.npy").open("wb") as file:

@@ -57,7 +57,8 @@ class ArraySource:
             else:
                 inside = (..., *(slice(start, stop) for start, stop in region))
                 values = np.stack([array[index][inside] for index in indices])
-            tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
+            # in this machine's order of bytes, the only one that torch has
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(values, values.dtype.newbyteorder("=")))
         return tensors
 
     def __getstate__(self) -> dict[str, Any]:
