@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise import Task, parallelize, verify
 from shardwise.adapters import with_lora
+from shardwise.adapters.peft_files import refuse_other_adapters
 from shardwise.adapters.targets import target_paths, whole_paths
 from shardwise.config import load
 from shardwise.config.schema import LoraSection
@@ -22,7 +23,7 @@ from shardwise.task_names import AdaptedTask
 from shardwise.trace.deferred import build
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed here")
-pytest.importorskip("peft", reason="needs peft, which is not installed here")
+peft = pytest.importorskip("peft", reason="needs peft, which is not installed here")
 
 
 def tokens(step: int) -> dict[str, torch.Tensor]:
@@ -108,6 +109,38 @@ def test_layers_are_trained_whole(folder: Path) -> None:
     trained = {name for name, param in module.named_parameters() if param.requires_grad}
     assert "lm_head.modules_to_save.default.weight" in trained
     assert len(trained) == 2 * 2 + 1
+
+
+def names_of_any_letters() -> nn.Module:
+    return nn.ModuleDict({"a+b": nn.Linear(4, 4), "body": nn.Linear(4, 4)})
+
+
+def test_names_with_signs_of_patterns_get_adapters() -> None:
+    task = Task(model=names_of_any_letters, loss=lambda output, batch: output, batch=tokens)
+    module = with_lora(task, LoraSection(rank=2, targets=["a+b"])).model()
+    assert {name.split(".")[0] for name, _ in module.named_parameters() if "lora_" in name} == {"a+b"}
+
+
+def test_adapters_with_other_values_for_some_layers_are_told(tmp_path: Path) -> None:
+    """Taken without their pattern they would be scaled otherwise than in peft."""
+    options: dict[str, Any] = {"r": 2, "lora_alpha": 2, "target_modules": ["body"]}
+    module, other = (
+        peft.inject_adapter_in_model(peft.LoraConfig(**options, **pattern), names_of_any_letters())
+        for pattern in ({}, {"alpha_pattern": {"body": 32}})
+    )
+    other.peft_config["default"].save_pretrained(str(tmp_path))
+    with pytest.raises(InputError, match=r'was trained with alpha_pattern = \{"body": 32\}'):
+        refuse_other_adapters(tmp_path / "adapter_model.safetensors", module)
+    refuse_other_adapters(tmp_path / "adapter_model.safetensors", other)
+
+
+def test_a_module_that_peft_would_train_whole_unasked_is_told() -> None:
+    """peft compares the ends of names by their letters, not by their parts."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("body", "head", "aux_head")})
+    with pytest.raises(InputError, match=r"peft would train 'aux_head' whole too.* ends as 'head' does"):
+        whole_paths(model, ["head"])
+    assert whole_paths(model, ["head", "aux_head"]) == ["head", "aux_head"]
+    assert whole_paths(model, ["aux_head"]) == ["aux_head"]
 
 
 def test_keys_without_a_rank_have_no_effect() -> None:

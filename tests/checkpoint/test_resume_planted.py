@@ -63,9 +63,13 @@ def test_a_run_taken_back_comes_to_the_same(undisturbed: Path, tmp_path: Path) -
 
 RUN = [
     bug("training.keeping:Keeper._resume", 'self.loader.load_state_dict(fields["data"])', "pass"),
-    bug("training.keeping:Keeper._resume", 'self.first_loss = (fields.get("run") or {}).get("first_loss")', "pass"),
+    bug(
+        "training.keeping:Keeper._resume",
+        'self.first_loss = _from_json((fields.get("run") or {}).get("first_loss"))',
+        "pass",
+    ),
     bug("training.keeping:Keeper._set_aside", "> restored.manifest.step", "> restored.manifest.step + 9"),
-    bug("training.resume:trim_metrics", "< first", "<= first"),
+    bug("training.resume:trim_metrics", "<= first", "<= first + 1"),
     bug("checkpoint.load:_read", "holding.key if holding.key in stored.tensors else", ""),
     bug("checkpoint.load:restore", 'int(state["steps"])', 'int(state["steps"]) - 1'),
     bug("checkpoint.load:_read_optimizer", "if state:", "if False:"),

@@ -109,6 +109,7 @@ def test_keys_that_exclude_each_other_are_mistakes():
 
 def test_a_key_told_twice_is_a_mistake():
     assert "is set twice" in mistakes(None, ["train.seed=1", "train.seed=2"])[0]
+    assert "train.seed is set twice" in mistakes(None, ["train.seed=1", "train={seed = 2}"])[0]
     assert "is given by --steps too" in mistakes(None, ["train.steps=3"], [Given("train.steps", 2, "--steps")])[0]
 
 

@@ -85,7 +85,11 @@ def test_settings_go_to_the_run_and_unknown_keys_are_told(tmp_path: Path) -> Non
           "schedule.warmup_steps": 1000}),
         ('{"optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "weight_decay": "auto", "adam_w_mode": false}}, '
          '"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}}',
-         {"optimizer.name": "adam", "optimizer.lr": 5e-5, "schedule.name": "linear"}),
+         {"optimizer.name": "adamw", "optimizer.lr": 5e-5, "schedule.name": "linear"}),
+        ('{"gradient_clipping": 0.0, "train_batch_size": 8}', {"train.batch_samples": 8}),  # DeepSpeed's word for none
+        # AdamW is AdamW whatever this says (runtime/engine.py, effective_adam_w_mode); keys may stand in any order
+        ('{"optimizer": {"params": {"adam_w_mode": false, "weight_decay": 0.1}, "type": "Adam"}}',
+         {"optimizer.name": "adam", "optimizer.weight_decay": 0.1}),
         ('{"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.1}}, "optimizer": {"type": "SGD", '
          '"params": {"lr": 0.1}}}',
          {"optimizer.name": "sgd", "optimizer.lr": 0.1, "schedule.name": "cosine", "schedule.warmup_steps": 1000,

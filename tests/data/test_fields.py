@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from shardwise import Task, parallelize, verify
 from shardwise.data import FieldSource, Loader, Order
+from shardwise.data.fieldstats import load_or_compute
 from shardwise.data.gridfiles import GridFiles
 from shardwise.errors import InputError
 from shardwise.ranks import RankPool
@@ -218,6 +221,34 @@ def test_gaps_in_time(tmp_path: Path) -> None:
 def test_mistakes_are_told(settings: dict, told: str, file: Path) -> None:
     with pytest.raises(InputError, match=told):
         source(file, **settings)
+
+
+def test_statistics_that_two_ranks_of_one_number_keep_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """In containers of two hosts, which see one folder, processes may have the same number."""
+    figures = {"heat": {"mean": 1.0, "std": 2.0, "count": 3.0}}
+    kept = functools.partial(load_or_compute, tmp_path / "statistics.json", {"files": []}, lambda: figures)
+    own = os.replace
+
+    def other_first(*paths: Any) -> None:
+        monkeypatch.setattr(os, "replace", own)
+        assert kept() == figures
+        own(*paths)
+
+    monkeypatch.setattr(os, "replace", other_first)
+    assert kept() == figures == kept()
+    assert [path.name for path in tmp_path.iterdir()] == ["statistics.json"]
+
+
+def test_a_static_field_of_another_grid_is_refused(file: Path, tmp_path: Path) -> None:
+    """Its first rows and columns would be taken for those of the fields."""
+    with netCDF4.Dataset(tmp_path / "globe.nc", "w") as larger:
+        for name, size in {"y": 2 * Y, "x": 2 * X}.items():
+            larger.createDimension(name, size)
+        larger.createVariable("height", "f8", ("y", "x"))[:] = np.random.default_rng(0).normal(size=(2 * Y, 2 * X))
+    with pytest.raises(InputError, match=r"static height is \('y', 'x'\) of \(10, 14\).* the fields have \(5, 7\)"):
+        FieldSource([file, tmp_path / "globe.nc"], ["heat"], static=["height"])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

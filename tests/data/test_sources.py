@@ -136,6 +136,12 @@ def test_a_blend_continues_with_other_weights() -> None:
     again = Loader(blend((1, 1), (500, 400)), 0, 16, prefetch=0)
     again.load_state_dict(json.loads(json.dumps(second.state_dict())))
     assert next(again)[0].batch["x"].tolist() == next(second)[0].batch["x"].tolist()
+    parts = blend((3, 1), (500, 400))
+    turned = Blend({name: (parts.sources[at], parts.weights[at]) for at, name in ((1, "b"), (0, "a"))})
+    other_order = Loader(turned, 0, 16, prefetch=0)
+    other_order.load_state_dict(json.loads(json.dumps(state, sort_keys=True)))  # as a manifest has it
+    rest = [x for _ in range(20) for x in next(other_order)[0].batch["x"].tolist()]
+    assert not set(seen) & set(rest)  # the same sources, named in another order
     with pytest.raises(InputError, match="the saved run read a, b, this one a, c"):
         other = Blend({"a": (ArraySource({"x": np.arange(500)}), 1), "c": (ArraySource({"x": np.arange(400)}), 1)})
         Loader(other, 0, 16).load_state_dict(state)
@@ -360,10 +366,32 @@ class Columns:
         return torch.tensor(self.rows[index])
 
 
+def test_arrays_of_the_other_order_of_bytes_are_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "big.npy", np.arange(6, dtype=">f4").reshape(3, 2))
+    batch = ArraySource({"x": tmp_path / "big.npy"}, global_shape=(2,)).read([2, 0])
+    assert batch["x"].equal(torch.tensor([[4.0, 5.0], [0.0, 1.0]]))
+    part = ArraySource({"x": np.arange(6, dtype=">i8").reshape(3, 2)}, global_shape=(2,)).read([1], ((1, 2),))
+    assert part["x"].equal(torch.tensor([[3]]))
+
+
+def test_files_that_hold_no_array_or_several_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.npy").touch()
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, a=np.arange(9), b=np.arange(9))
+    for name in ("empty.npy", "several.npy"):
+        with pytest.raises(InputError, match=name):
+            TokenSource(tmp_path / name, 2)
+        with pytest.raises(InputError, match=name):
+            ArraySource({"x": tmp_path / name})
+
+
 def test_sources_of_a_blend_must_fit() -> None:
     mixed = Blend({"a": (ArraySource({"x": np.zeros((3, 2))}), 1), "b": (ArraySource({"x": np.zeros((3, 4))}), 1)})
     with pytest.raises(InputError, match=r"field \['x'\] is .* in 'a', .* in 'b'"):
         mixed.read([0, 4])
+    for weight in (0.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="source 'a' has weight"):
+            blend((weight, 1))
 
 
 def test_a_batch_of_a_gibibyte_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

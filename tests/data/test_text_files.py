@@ -105,6 +105,7 @@ def test_a_folder_is_its_files_where_they_are_of_one_kind(tmp_path: Path) -> Non
     [
         ("utf16.jsonl", LINES.encode("utf-16"), "utf16.jsonl: byte 0 is not UTF-8 text.*write it as UTF-8"),
         ("cut.jsonl.gz", gzip.compress(LINES.encode())[:40], "cut.jsonl.gz cannot be read"),
+        ("bits.jsonl.gz", gzip.compress(LINES.encode())[:10] + b"\xff" * 40, "bits.jsonl.gz cannot be read"),
         ("mixed.json", b'[{"text": "a b"}, 3]', "mixed.json, element 2: a int; expected"),
         ("broken.json", b'[{"text": "a b"},', "broken.json: not JSON: .* in an array, or on each line"),
         ("odd.jsonl", b'{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', "one is text and one"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.guard.records import _MOVED_AT, RankRecord
+from shardwise.guard.records import _MOVED_AT, RankRecord, Reader, key_of
 
 
 class _Seen:
@@ -16,6 +16,21 @@ class _Seen:
     def __setitem__(self, place: slice, data: bytes) -> None:
         assert place.stop - place.start == len(data)
         self.pieces.setdefault(place.start, []).append(data)
+
+
+def test_groups_of_many_ranks_and_names_of_any_bytes_are_read_as_they_were_written(tmp_path: Path) -> None:
+    record = RankRecord(tmp_path / "0", 0, 1024)
+    key, place = key_of("world", "0", range(1024)), "/data/caf\udce9/train.py:3"  # a folder that is no UTF-8
+    group = record.group(key)
+    record.issue(group, record.text("all_reduce"), 8, 0, 0, 0, record.text(place))
+    reader = Reader(tmp_path / "0")
+    seen = reader.see()
+    assert seen is not None and seen.groups[key].ranks == tuple(range(1024))
+    entry = reader.entry(seen.groups[key], 1)
+    assert entry is not None and entry.place == "/data/caf?/train.py:3"
+    # a record without room for a key has no such group, and can be read
+    assert record.group(key_of("world", "1", range(20_000, 50_000))) == -1
+    assert list(reader.see().groups) == [key]  # type: ignore[union-attr]
 
 
 def test_a_record_never_shows_a_half_written_time(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ast
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,22 @@ def test_skypilot_reads_its_task(case: str, tmp_path: Path, monkeypatch) -> None
 def test_the_yaml_reads_back() -> None:
     value = {"a": [1, {"b": "x: y", "c": []}, "z"], "text": "one\n  two\n\nthree", "none": None, "é": {"on": True}}
     assert documents(to_yaml(value)) == [value]
+
+
+def expanded(word: str) -> str:
+    """What Kubernetes makes of a word: `$$` becomes `$`, and `$(NAME)` the variable (its package `expansion`)."""
+    return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "EXPANDED", word)
+
+
+@pytest.mark.parametrize("word", ["echo $$", "$(date)", "$$(date)", "a$$$b", "$HOME/x", "$$$(id)", "100$"])
+def test_kubernetes_hands_on_words_and_variables_as_they_are(word: str) -> None:
+    asked = job("k8s", nodes=2, per_node=1, command=("run", word), setup=word, variables=(("NAME", word),))
+    _, job_set = engines.files_of(engines.engine("k8s"), asked).values()
+    template = documents(job_set)[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    [container] = template["spec"]["containers"]
+    command = [expanded(each) for each in container["command"]]
+    assert command[-1] == word and command[2].startswith(f"{word}\n")
+    assert expanded(container["env"][0]["value"]) == word
 
 
 def test_nodes_ranks_and_exit_codes_stand_where_the_engine_reads_them() -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankEvent, RankPool, join, launch
+from shardwise.ranks.supervise import describe_exit
 from shardwise.testing import faults
 
 # --- what the ranks do
@@ -336,6 +337,11 @@ def test_dead_rank_is_named_and_replaced(pool: RankPool, how: str, text: str) ->
 
 
 @needs_proc
+def test_an_end_by_a_signal_without_a_name_is_told() -> None:
+    assert describe_exit(-(signal.SIGRTMIN + 7)) == f"died of signal {signal.SIGRTMIN + 7}"
+    assert describe_exit(-signal.SIGBUS) == "died of SIGBUS (shared memory may be full)"
+
+
 def test_death_between_runs_is_mended(pool: RankPool) -> None:
     pids = pool.run(tell_pid, 2)
     os.kill(pids[1], signal.SIGKILL)

@@ -129,6 +129,16 @@ def test_a_run_that_has_not_ended_tells_its_task_its_plan_and_its_ranks(tmp_path
     assert cells == {"task": "text", "plan": "<code>dp_replicate=3</code>", "ranks": "3"}
 
 
+def test_a_loss_that_was_not_finite_is_told(tmp_path):
+    run = write_run(tmp_path, "diverged", steps=3)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[0]["loss"] = lines[3]["eval_loss"] = None  # as the file has what is not finite
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert call(["report", str(run)]) == 0
+    cells = dict(re.findall("<td>(loss|held-out loss)</td><td>(.*?)</td>", (run / "report.html").read_text()))
+    assert cells == {"loss": "not finite → 4.353", "held-out loss": "not finite"}
+
+
 def test_what_a_run_says_cannot_become_markup(tmp_path):
     run = write_run(tmp_path, "odd")
     (run / "config.toml").write_text('[task]\nname = "<script>alert(1)</script>"   # --set\n')

@@ -259,6 +259,14 @@ def test_the_same_command_finds_its_own_run_among_others_that_were_stopped(here)
     assert find_run(None, of(1), "digits")[0] is None
 
 
+def test_a_run_whose_name_ends_in_a_number_is_not_taken_for_another(here):
+    """Folders of one second are numbered at the end, and so are names that people give."""
+    runs = {name: shardwise.train("digits", steps=1, checkpoint_every=1, name=name, **AVERAGED).folder
+            for name in ("exp", "exp-2")}  # fmt: skip
+    effective = load(values=[Given("task.name", "digits", "the task")])
+    assert {name: find_run("auto", effective, name)[0] for name in runs} == runs
+
+
 def test_jobs_of_an_array_that_have_one_configuration_keep_their_runs(here, monkeypatch):
     runs = {}
     for job in ("0", "7"):

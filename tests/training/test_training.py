@@ -169,6 +169,23 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(here):
     assert "Traceback" in caught.value.log.read_text()  # type: ignore[attr-defined]
 
 
+def nan_in_step_0() -> shardwise.Task:
+    task = tasks.mlp()
+
+    def batch(step: int):
+        features, labels = task.batch(step)
+        return features * (math.nan if step == 0 else 1), labels
+
+    return task.with_(batch=batch)
+
+
+def test_a_first_loss_that_is_not_finite_is_kept_in_checkpoints(here):
+    run = shardwise.train(nan_in_step_0, steps=2, on_nonfinite="skip", checkpoint_every=1)
+    assert not [note for note in run.summary["notices"] if "checkpoint" in note]
+    on = shardwise.train(nan_in_step_0, steps=3, on_nonfinite="skip", checkpoint_every=1, resume=run.folder)
+    assert on.summary["first_loss"] is None and math.isfinite(on.loss)
+
+
 def test_own_tasks_keep_their_optimizer_unless_the_section_is_set(here):
     assert shardwise.train(tasks.mlp, steps=1).metrics[0]["lr"] == 3e-3
     assert shardwise.train(tasks.mlp, steps=1, optimizer={"weight_decay": 0.5}).metrics[0]["lr"] == 1e-3
@@ -243,6 +260,13 @@ def test_steps_from_epochs_and_batches_from_tokens():
     job = make_job(load(None, [*TINY[:4], "train.batch_tokens=64", "train.epochs=0.5"]))
     windows = len(text_task(job.effective.config.task).data)
     assert job.batch_samples == 4 and job.steps == math.ceil(0.5 * math.ceil(windows / 4))
+
+
+def test_steps_of_a_part_of_an_epoch_are_not_one_more():
+    of_epochs = [
+        load(None, ["task.name=digits", "train.batch_samples=29", f"train.epochs={e}"]) for e in (1.1, 1.11, 2)
+    ]
+    assert [make_job(effective).steps for effective in of_epochs] == [55, 56, 100]  # 50 in an epoch: 55, 55.5, 100
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -10,6 +10,7 @@ What this does not do: adapters other than LoRA, rsLoRA and DoRA; a task's own `
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def peft_config(section: LoraSection, model: nn.Module) -> Any:
         **_base(model),
         r=section.rank,
         lora_alpha=section.alpha if section.alpha is not None else section.rank,
-        target_modules="|".join(path.replace(".", r"\.") for path in paths),  # peft matches it against whole paths
+        target_modules="|".join(map(re.escape, paths)),  # peft matches it against whole paths
         lora_dropout=section.dropout,
         use_rslora=section.rslora,
         use_dora=section.dora,

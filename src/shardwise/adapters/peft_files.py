@@ -20,6 +20,7 @@ from shardwise.errors import InputError
 ADAPTER, WEIGHTS, CONFIG = "default", "adapter_model.safetensors", "adapter_config.json"
 # what peft's configuration calls it -> the key of a configuration here: all of them are part of what adapters compute
 _KEYS = {"r": "lora.rank", "lora_alpha": "lora.alpha", "use_rslora": "lora.rslora", "use_dora": "lora.dora"}
+_BY_LAYER = ("rank_pattern", "alpha_pattern")  # other values for some layers, which no key here sets
 _PREFIX = "base_model.model."  # of every name in the file: peft's two wrappers
 
 
@@ -102,6 +103,12 @@ def refuse_other_adapters(file: Path, module: Any) -> None:
     own = module.peft_config.get(ADAPTER)
     if own is None:
         raise InputError(f"{file} goes into the adapter '{ADAPTER}', and the model has {', '.join(module.peft_config)}")
+    for name in _BY_LAYER:
+        if (theirs.get(name) or {}) != (getattr(own, name, None) or {}):
+            raise InputError(
+                f"{file} was trained with {name} = {json.dumps(theirs.get(name) or {})}, and this run has another, and "
+                "[lora] has no key for it: make the adapters in the task, by peft.get_peft_model"
+            )
     # a key that the file does not have leaves the run's own setting as it is
     for name, key in _KEYS.items():
         value = getattr(own, name, None)

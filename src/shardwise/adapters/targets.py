@@ -48,7 +48,10 @@ def target_paths(model: nn.Module, patterns: Sequence[str], rank: int) -> list[s
 
 
 def whole_paths(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Returns the paths of the modules to be trained whole. Raises `InputError` for a pattern that matches none."""
+    """Returns the paths of the modules to be trained whole.
+
+    Raises `InputError` for a pattern that matches none, and where peft would take another module for one of them.
+    """
     # a module without parameters has nothing to train
     modules = [path for path, module in model.named_modules() if path and any(True for _ in module.parameters())]
     paths = []
@@ -58,6 +61,14 @@ def whole_paths(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             near = did_you_mean(pattern, list(dict.fromkeys(path.rpartition(".")[2] for path in modules)))
             raise InputError(f"lora.whole: {pattern!r} matches no module with parameters{near}")
         paths += named
+    # peft asks whether a module's path ends in the letters of one of these, and trains `aux_head` with `head`
+    for path in modules:
+        alike = next((own for own in paths if path.endswith(own)), None)
+        if alike is not None and path not in paths:
+            raise InputError(
+                f"lora.whole: peft would train '{path}' whole too, since its name ends as '{alike}' does: name it in "
+                "lora.whole as well, or give one of the two another name"
+            )
     # two patterns may name the same module
     return list(dict.fromkeys(paths))
 

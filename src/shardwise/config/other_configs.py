@@ -45,6 +45,7 @@ class Translation:
     settings: dict[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
     peak_lr: float | None = None  # of a schedule that sets the rate itself, whatever the optimizer's is
+    type_is_adam: bool = False  # the optimizer's in the file
     told: list[tuple[str, str]] = field(default_factory=list)
 
     def finished(self) -> Plan:
@@ -107,6 +108,12 @@ def _setting(name: str, kind: Callable[[Any], Any] = float) -> Row:
 
 def _sentence(text: str) -> Row:
     return lambda made, value: text
+
+
+def _clip(made: Translation, value: Any) -> str:
+    if float(value) == 0:
+        return "no clipping, the default"
+    return _setting("train.clip_norm")(made, value)
 
 
 def _stage(made: Translation, value: Any) -> str:
@@ -175,6 +182,7 @@ def _optimizer(made: Translation, value: Any) -> str:
     if name not in ("adam", "adamw", "sgd", "adagrad", "rmsprop"):
         return f"{value} is none of shardwise's by name: give it as the task's optimizer"
     # DeepSpeed's Adam decays weights as AdamW does unless it is told otherwise
+    made.type_is_adam = name == "adam"
     made.settings["optimizer.name"] = "adamw" if name == "adam" else name
     return f"--set optimizer.name={made.settings['optimizer.name']}"
 
@@ -194,7 +202,8 @@ def _peak(made: Translation, value: Any) -> str:
 
 
 def _decoupled(made: Translation, value: Any) -> str:
-    if value is False:
+    """Set Adam's kind of decay; returns the key's sentence. DeepSpeed asks it of Adam alone, not of AdamW."""
+    if value is False and made.type_is_adam:
         made.settings["optimizer.name"] = "adam"
     return f"--set optimizer.name={made.settings.get('optimizer.name', 'adamw')}"
 
@@ -278,7 +287,7 @@ ZERO, FSDP = "zero_optimization.", "fsdp_config.fsdp_"
 ROWS: dict[str, Row] = {
     "num_processes": _ranks, "num_machines": _machines, "distributed_type": _distributed,
     "mixed_precision": _mixed, "gradient_accumulation_steps": _field("accumulate"),
-    "gradient_clipping": _setting("train.clip_norm"), "bf16.enabled": _precision("bf16"),
+    "gradient_clipping": _clip, "bf16.enabled": _precision("bf16"),
     "fp16.enabled": _precision("fp16"), "bfloat16.enabled": _precision("bf16"),
     "train_micro_batch_size_per_gpu": _micro, "train_batch_size": _setting("train.batch_samples", int),
     "steps_per_print": _setting("train.log_every", int), f"{ZERO}stage": _stage, "zero_stage": _stage,
@@ -303,7 +312,7 @@ ROWS: dict[str, Row] = {
     "megatron_lm_config.megatron_lm_tp_degree": _field("tp"), "megatron_lm_config.megatron_lm_pp_degree": _field("pp"),
     "megatron_lm_config.megatron_lm_sequence_parallelism": _true("sp", True, "sp=false, the default"),
     "megatron_lm_config.megatron_lm_num_micro_batches": _field("microbatches"),
-    "megatron_lm_config.megatron_lm_gradient_clipping": _setting("train.clip_norm"),
+    "megatron_lm_config.megatron_lm_gradient_clipping": _clip,
     "megatron_lm_config.megatron_lm_use_distributed_optimizer": _distributed_optimizer,
     "megatron_lm_config.megatron_lm_recompute_activations": _true("remat", "selective", "remat=none, the default"),
     "parallelism_config.parallelism_config_tp_size": _field("tp"),
@@ -335,8 +344,8 @@ def read(path: Path, ranks: int | None = None) -> Translation:
         raise InputError(f"--from {path}: no key of it is one of DeepSpeed's or Accelerate's configurations")
     # a default of theirs that is other than ours is as much asked for as what the file says
     unsaid = dict(_unsaid(values))
-    # ranks and machines first: others are told by them
-    first = ("num_processes", "num_machines", "distributed_type")
+    # ranks and machines first, and the optimizer's type: others are told by them
+    first = ("num_processes", "num_machines", "distributed_type", "optimizer.type", "deepspeed_config.optimizer.type")
     rows = sorted([*_flat(values), *unsaid.items()], key=lambda row: row[0] not in first)
     for key, value in rows:
         kind = SECTIONS.get(key.partition(".")[0])

@@ -172,7 +172,12 @@ def _append_override(items: list[Given], problems: list[str], key: str, text: st
         problems.append(f"--set {key}={shorten(text)}: {error}")
         return
     table = {key: value} if not isinstance(value, Mapping) else {f"{key}.{k}": v for k, v in value.items()}
-    items.extend(from_table(table, "--set"))
+    given = from_table(table, "--set")
+    # a table's keys may be set one by one before it
+    if twice := {item.key for item in given} & {item.key for item in items}:
+        problems.append(f"--set {key}={shorten(text)}: {', '.join(sorted(twice))} is set twice")
+        return
+    items.extend(given)
 
 
 def _value(text: str) -> Any:

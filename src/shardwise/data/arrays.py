@@ -57,7 +57,8 @@ class ArraySource:
             else:
                 inside = (..., *(slice(start, stop) for start, stop in region))
                 values = np.stack([array[index][inside] for index in indices])
-            tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
+            # in this machine's order of bytes, the only one that torch has
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(values, values.dtype.newbyteorder("=")))
         return tensors
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _opened(name: str, array: np.ndarray | str | Path) -> np.ndarray:
     if isinstance(array, str | Path):
         try:
             loaded: np.ndarray = np.load(array, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:  # the last: an empty file
             cut = ", so it was cut short: write or copy it again" if "mmap length" in str(error) else ""
             raise InputError(f"ArraySource: {name}: {array} cannot be read: {error}{cut}") from error
         if not isinstance(loaded, np.ndarray):

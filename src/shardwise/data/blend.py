@@ -15,6 +15,7 @@ What this does not do: change weights during a run.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -47,9 +48,11 @@ class Blend:
         self.weights = tuple(float(weight) for _, weight in parts.values())
         self.lengths = tuple(len(source) for source in self.sources)
         for name, weight, length in zip(self.names, self.weights, self.lengths, strict=True):
-            # `not > 0`: NaN fails too
-            if not weight > 0 or length < 1:
-                raise InputError(f"blend: source '{name}' has weight {weight:g} and {length} samples; both must be > 0")
+            # `not <`: NaN fails too
+            if not 0 < weight < math.inf or length < 1:
+                raise InputError(
+                    f"blend: source '{name}' has weight {weight:g} and {length} samples; both must be > 0, and finite"
+                )
         # raises for more sources than a block has places: some would never be read
         shares(self.weights)
         self.notices = [
@@ -180,11 +183,12 @@ class BlendOrder(Order):
     def state(self, position: int) -> dict[str, Any]:
         """Returns, as JSON, the state from which `continued` resumes at `position`, with these weights or with others.
 
-        `weights`, `drawn`, `positions` by source; `origin`: the position at which these weights began.
+        `weights`, `drawn`, `positions` by source; `names` in their order; `origin`: the position at which these weights
+        began.
         """
         drawn = dict(zip(self.names, self.drawn or (0,) * len(self.names), strict=True))
         own = {"weights": dict(zip(self.names, self.weights, strict=True)), "drawn": drawn, "origin": self.origin}
-        return own | {"positions": self.positions(position)}
+        return own | {"names": list(self.names), "positions": self.positions(position)}
 
     def continued(self, state: dict[str, Any] | None, position: int) -> BlendOrder:
         """Returns this order from `position` on, each source as `state` left it; `InputError` for other sources."""
@@ -193,6 +197,8 @@ class BlendOrder(Order):
             saved = ", ".join(state["positions"]) if state else "no blend"
             raise InputError(f"the saved run read {saved}, this one {', '.join(self.names)}: blend the same sources")
         same = all(state["weights"][name] == weight for name, weight in zip(self.names, self.weights, strict=True))
+        # places of a block are dealt to sources in their order, which is a part of the state as the weights are
+        same = same and state.get("names", list(self.names)) == list(self.names)
         # with the same weights the blocks go on where they were; with others a new block grid begins at `position`
         counts = state["drawn"] if same else state["positions"]
         origin = int(state["origin"]) if same else position

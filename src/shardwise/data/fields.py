@@ -176,6 +176,13 @@ class FieldSource:
         """Returns a static variable as (y, x), one along y or x alone repeated; `InputError` for other dims."""
         field = self.grid.find(name)
         values = self.grid.whole(name)
+        sizes = dict(zip(self._plane, self.space, strict=True))
+        # another file may have dims of these names and other sizes: its first rows are not those of the fields
+        if any(size != sizes.get(dim, size) for dim, size in zip(field.dims, field.shape, strict=True)):
+            raise InputError(
+                f"FieldSource: static {name} is {field.dims} of {field.shape}, and the fields have {self.space}: give "
+                "it on the grid of the fields"
+            )
         if field.dims == self._plane:
             return values
         if len(field.dims) == 1 and field.dims[0] in self._plane:

@@ -13,13 +13,13 @@ What this does not do: weigh by the area of a grid cell; notice values that chan
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardwise.data.corpus import renamed
 from shardwise.errors import InputError
 
 
@@ -77,10 +77,10 @@ def load_or_compute(
     if path.exists():
         return _read(path, origin)
     figures = compute()
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps({"of": origin, "channels": figures}, indent=1), encoding="utf-8")
-        temporary.replace(path)
+        # under a name of its own: processes in containers of several hosts may have one number
+        with renamed(path) as file:
+            file.write(json.dumps({"of": origin, "channels": figures}, indent=1).encode())
     except OSError as error:
         raise InputError(
             f"FieldSource: the mean and deviation of the fields cannot be kept in {path} ({error.strerror}): name a "

@@ -16,6 +16,7 @@ import glob
 import gzip
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,7 +63,7 @@ def contents(path: Path, wanted: str) -> str | Records:
     try:
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if raw.startswith(GZIP) else raw
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if raw.startswith(PARQUET):
         return [(f"{path}, row {number}", row) for number, row in enumerate(_rows(path, raw), 1)]

@@ -117,8 +117,10 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
             if path.stat().st_size % width or not path.stat().st_size:
                 raise InputError(f"{path} has {path.stat().st_size} bytes, which are no whole number of {dtype} tokens")
             tokens = np.memmap(path, dtype=dtype, mode="r")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, EOFError) as error:
         raise InputError(f"{path} cannot be read as tokens: {error}") from error
+    if not isinstance(tokens, np.ndarray):
+        raise InputError(f"{path} holds several arrays ({', '.join(tokens)}), and a file of tokens holds one")
     # a matrix of tokens, or probabilities, would be read as one long text
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not a vector of whole numbers")

@@ -28,6 +28,7 @@ RING = 128  # collectives kept for each group
 MOST_RINGS = 48
 MOST_GROUPS = 2048  # those of messages between two ranks keep a count alone
 STRING_BYTES = 2**17
+MOST_TEXT = 2000  # bytes of one text
 RUNNING, DONE, FAILED = 1, 2, 3
 
 _AT = {"beat": 24, "moved": 32, "events": 40, "phase": 48, "waits": 72, "groups": 96}  # after pid, rank, world, state
@@ -168,12 +169,13 @@ class RankRecord:
         """Write into the record as a copy of bytes: `Struct.pack_into` writes zeros first, which a reader would see."""
         self.memory[at : at + len(data)] = data
 
-    def text(self, value: str) -> int:
-        """Returns the number under which the record holds a text; 0 where the record is full."""
+    def text(self, value: str, whole: bool = False) -> int:
+        """Returns the number under which the record holds a text, `whole` or its begin; 0 where the record is full."""
         at = self._strings.get(value)
         if at is None:
             with self._lock:
-                data = value.encode()[:2000]
+                # a file's name need be no UTF-8; of a group's key, which is read again, all is needed
+                data = value.encode(errors="replace")[: STRING_BYTES if whole else MOST_TEXT]
                 # no room left: the diagnosis goes without this text
                 if self._used + 4 + len(data) > STRING_BYTES:
                     return 0
@@ -185,6 +187,10 @@ class RankRecord:
 
     def group(self, key: str, between_two: bool = False) -> int:
         """Returns the number under which the record holds a process group; -1 where the record is full."""
+        words = self.text(key, whole=True)
+        # without its key nobody could say whose group it is
+        if not words:
+            return -1
         with self._lock:
             ring = -1
             # messages between two ranks are counted, not kept one by one: they need no ring of entries
@@ -193,7 +199,7 @@ class RankRecord:
             if self._groups == MOST_GROUPS or ring >= MOST_RINGS:
                 return -1
             number, self._groups = self._groups, self._groups + 1
-        self._write(_GROUPS_AT + number * _GROUP.size, _GROUP.pack(self.text(key), ring, 0))
+        self._write(_GROUPS_AT + number * _GROUP.size, _GROUP.pack(words, ring, 0))
         self._write(_AT["groups"], _I.pack(self._groups))
         self._issued.append(0)
         self._ring_of.append(ring)

@@ -9,6 +9,7 @@ Pods find the first one at its name in the JobSet's own network, which both mani
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from shardwise.errors import Stopped
@@ -78,8 +79,8 @@ def _command(job: LaunchJob, words: list[str]) -> list[str]:
 
 
 def _kept(word: str) -> str:
-    """Returns the word with `$(` written as `$$(`, so that Kubernetes expands no variable in it."""
-    return word.replace("$(", "$$(")
+    """Returns the word as Kubernetes has to be given it: it expands `$(NAME)`, and makes `$` of each `$$`."""
+    return re.sub(r"\$(?=[$(])", "$$", word)
 
 
 def _job_set(job: LaunchJob, pod: dict[str, Any], labels: dict[str, str] | None = None) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _pod(job: LaunchJob, command: list[str]) -> dict[str, Any]:
         "name": NODE,
         "image": job.image,
         "command": command,
-        "env": [*({"name": name, "value": value} for name, value in job.written.items()), *secrets],
+        "env": [*({"name": name, "value": _kept(value)} for name, value in job.written.items()), *secrets],
         "resources": _resources(job),
         "volumeMounts": [{"name": "runs", "mountPath": job.folder}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
     }

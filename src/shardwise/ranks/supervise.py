@@ -157,7 +157,8 @@ def describe_exit(code: int | None) -> str:
         return "closed its channel without a report"
     if code >= 0:
         return f"left with exit code {code} before it reported"
-    name = signal.Signals(-code).name
+    # real-time signals have no names between the first and the last
+    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
     hint = {
         "SIGKILL": " (the system may have run out of memory: see `dmesg`; accumulate=, zero=3, remat=full need less)",
         "SIGABRT": " (a collective whose ranks disagree on shapes aborts; TORCH_DISTRIBUTED_DEBUG=DETAIL tells)",

@@ -114,14 +114,19 @@ def _overview(runs: Sequence[RunFiles]) -> str:
         ("ranks", lambda run: _text(run.summary.get("world_size") or (run.plan.world_size if run.plan else ""))),
         # a run without a summary is still going, or was killed
         ("steps", lambda run: f"{len(run.steps)}" + ("" if run.summary else " (not ended)")),
-        ("loss", lambda run: f"{run.steps[0]['loss']:.4g} → {run.steps[-1]['loss']:.4g}"),
-        ("held-out loss", lambda run: f"{run.held_out[-1]['eval_loss']:.4g}" if run.held_out else "–"),
+        ("loss", lambda run: f"{_loss_of(run.steps[0])} → {_loss_of(run.steps[-1])}"),
+        ("held-out loss", lambda run: _loss_of(run.held_out[-1], "eval_loss") if run.held_out else "–"),
         ("speed", lambda run: f"{number(_typical(run))} {run.unit}/s"),
         ("step, median", lambda run: _seconds(median(row["seconds"] for row in run.steps))),
         ("device", lambda run: _text(run.versions.get("device", ""))),
         ("versions", lambda run: _text(", ".join(f"{name} {run.versions.get(name)}" for name in VERSIONS))),
     ]
     return _table(["", *_named(runs)], [(name, *[cell(run) for run in runs]) for name, cell in rows])
+
+
+def _loss_of(record: dict[str, Any], name: str = "loss") -> str:
+    """Returns a record's loss as text; one that was not finite is null in its file."""
+    return "not finite" if record[name] is None else f"{record[name]:.4g}"
 
 
 def _plans(run: RunFiles) -> str:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,7 +201,8 @@ def _steps(effective: Effective, task: Task, batch: int) -> int:
 
     assert task.data is not None
     loader = Loader(task.data, train.seed, batch, accumulate=effective.plan.step_microbatches, prefetch=0)
-    return max(1, math.ceil(train.epochs * loader.steps_per_epoch))
+    # of the number as it was written: 1.1 times 100 is above 110 in binary
+    return max(1, math.ceil(Fraction(str(train.epochs)) * loader.steps_per_epoch))
 
 
 def _lr(effective: Effective, batch: int) -> float | None:

@@ -9,6 +9,7 @@ A save that fails is told and the run goes on; a second failure in a row ends it
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -159,7 +160,7 @@ class Keeper:
             if fields.get("data") is None:
                 raise InputError(f"{restored.folder} has no position in the data: it is of a task with other data")
             self.loader.load_state_dict(fields["data"])
-        self.first_loss = (fields.get("run") or {}).get("first_loss")
+        self.first_loss = _from_json((fields.get("run") or {}).get("first_loss"))
         self.best = self._best_of((fields.get("run") or {}).get("best"))
         # under another plan other ranks are replicas: the first check finds anew which buffers differ by design
         if self.check is not None and restored.same_plan:
@@ -318,7 +319,7 @@ class Keeper:
             "data": None if self.loader is None else self.loader.state_dict(),
             "settings": settings_of(self.job.effective),
             "task_file": task_digest(self.job.effective),
-            "run": {"first_loss": first_loss, "name": self.job.name, "best": self.best, "plans": self._plans},
+            "run": {"first_loss": _as_json(first_loss), "name": self.job.name, "best": self.best, "plans": self._plans},
             "unlike": None if self.check is None else self.check.unlike,
         }
         try:
@@ -415,6 +416,15 @@ def _step_in(path: Path) -> int | None:
             return int((file.metadata() or {})["step"])
     except (OSError, ValueError, KeyError, SafetensorError):
         return -1
+
+
+def _as_json(loss: float | None) -> float | str | None:
+    """Returns a loss as JSON holds it, which has no number that is not finite: "nan", "inf"."""
+    return loss if loss is None or math.isfinite(loss) else str(loss)
+
+
+def _from_json(loss: float | str | None) -> float | None:
+    return None if loss is None else float(loss)
 
 
 def _some(what: str, names: list[str]) -> str:

@@ -121,8 +121,9 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
         return last, home_of(effective, last), [said]
     if asked == AUTO:
         mine = _array_task().get(ARRAY_TASK)
-        own = [run for run in runs if mine is None or (_settings_in(effective, run) or {}).get(ARRAY_TASK) == mine]
-        last = next(iter(own), None)
+        own = (run for run in runs if mine is None or (_settings_in(effective, run) or {}).get(ARRAY_TASK) == mine)
+        # a folder's name ends in a number for runs of one second too: `exp-2` may be a second `exp`, or a name
+        last = next((run for run in own if _name_in(effective, run) in (name, None)), None)
         if last is None:
             of = f" of array task {mine}" if mine is not None else ""
             return (
@@ -180,10 +181,19 @@ def _stopped_like(effective: Effective, runs: list[Path]) -> Path | None:
 
 def _settings_in(effective: Effective, run: Path) -> Any:
     """Returns the settings that a run's newest checkpoint was written under; None where it cannot be read."""
+    return _fields_in(effective, run).get("settings")
+
+
+def _name_in(effective: Effective, run: Path) -> Any:
+    """Returns the name of the run that wrote a run folder's newest checkpoint; None where it cannot be read."""
+    return (_fields_in(effective, run).get("run") or {}).get("name")
+
+
+def _fields_in(effective: Effective, run: Path) -> dict[str, Any]:
     try:
-        return manifest.read(publish.scan(home_of(effective, run))[0]).fields.get("settings")
+        return manifest.read(publish.scan(home_of(effective, run))[0]).fields
     except InputError:
-        return None
+        return {}
 
 
 def _stopped_with(run: Path) -> Any:
