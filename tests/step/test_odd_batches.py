@@ -20,6 +20,7 @@ from shardwise.step.batching import samples_in
 from shardwise.step.control import Tally, agree
 from shardwise.step.loss import Loss
 from shardwise.step.not_finite import _first_bad
+from shardwise.step.scaler import LossScale
 
 
 @pytest.mark.parametrize("other", [np.array(["a", "b"]), np.zeros((2, 2), np.uint16), np.zeros(2, "datetime64[s]")])
@@ -97,3 +98,8 @@ def draws_of_steps() -> list[float]:
 def test_ranks_that_have_the_same_samples_draw_alike_by_python(pool: RankPool) -> None:
     first, second = pool.run(draws_of_steps, 2)
     assert first == second and len(set(first)) == 2
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_gives_a_loss_scale_all_the_same(weight: float) -> None:
+    assert LossScale().factor(torch.tensor(weight), Axis.alone("data"), torch.device("cpu"), 2) == 2.0**15

@@ -140,7 +140,8 @@ class Forward:
 
         def gather(leaf: Any, batched: bool = True) -> Any:
             if isinstance(leaf, np.ndarray) and batched and leaf.ndim:  # of a batch: its samples are all ranks' too
-                return gather(torch.as_tensor(leaf, device=self.device)).cpu().numpy()
+                full = gather(torch.as_tensor(leaf, device=self.device))
+                return np.array(read(full, "arrays of a batch"), dtype=leaf.dtype).reshape(full.shape)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if batched and leaf.dim():
