@@ -18,6 +18,13 @@ def seed_python(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
+def python_states() -> tuple:
+    """Returns where Python's and numpy's generators stand, to be compared."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ("", b"", 0)
+    return random.getstate(), bytes(state[1]), state[2]
+
+
 def python_kept() -> Callable[[], None]:
     """Returns a function that puts Python's and numpy's generators back to where they are now."""
     kept = random.getstate()

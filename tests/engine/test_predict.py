@@ -95,3 +95,17 @@ def test_structures_and_plain_values_arrive(pool: RankPool) -> None:
 def test_what_is_not_made_of_samples_is_refused_on_every_rank(pool: RankPool) -> None:
     with pytest.raises(InputError, match=r"tensor of shape \(\).*give select="):
         pool.run(odd, 2, "all")
+
+
+def conjugates() -> list[Any]:
+    task = Task(model=Odd, loss=lambda o, b: (o["y"].square().sum(), len(b)), data=Numbers())
+    engine = parallelize(task, "dp_replicate=2")
+    parts = evaluation_parts(Numbers(), 3, engine.data_rank, engine.data_ranks)
+    found = engine.predict(parts, select=lambda output: torch.complex(output["y"], output["y"]).conj())
+    return [made if made is None else made.resolve_conj() for made in found]
+
+
+def test_conjugates_arrive_as_the_numbers_that_they_are(pool: RankPool) -> None:
+    first, _ = pool.run(conjugates, 2)
+    made = torch.cat(first)
+    assert len(made) == 7 and torch.equal(made.real, -made.imag) and made.real.abs().sum() > 0

@@ -128,6 +128,18 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(kind: type, loss: Calla
             assert len(chunks.computed) >= (1 if before else 2)
 
 
+def test_complex_results_have_gradients() -> None:
+    x, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 8, 4), (4, 8), (4, 8)))
+
+    def made(x: Tensor) -> Tensor:
+        return torch.complex(x @ a, x @ b).mean(-1)
+
+    whole = torch.autograd.grad(made(x).abs().sum(), (x, a, b))
+    chunks = Chunks(4)
+    found = torch.autograd.grad(chunks.inside(made)(x).abs().sum(), (x, a, b))
+    assert chunks.computed and all(torch.allclose(one, two) for one, two in zip(whole, found, strict=True))
+
+
 class _Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operation gave."""
 

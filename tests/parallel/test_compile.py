@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import sequence_tasks
 import torch
@@ -194,6 +195,8 @@ class Block(nn.Module):
             self.term = self.rows[-1]
         if self.odd == "draws" and random.random() < 2:
             x = x * 1.5
+        if self.odd == "numpy":
+            x = x * (1 + np.random.rand())
         if self.odd == "reads" and x.sum() > -1e9:
             x = x * 1.5
         return x + self.down(torch.tanh(self.norm(self.up(x))) * self.factor)
@@ -219,7 +222,7 @@ def odd(kind: str) -> Task:
 EAGER = {
     "counts": "it changes attributes of its modules, and not to tensors alone", "lists": "it changes attributes",
     "adds": "it reads what the call before left in an attribute", "reads": "data-dependent",
-    "draws": "it draws from Python's random generator", "hook": "'up' inside it has hooks",
+    "draws": "it draws from Python's random generator", "numpy": "or numpy's", "hook": "'up' inside it has hooks",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ PLANS = ["dp_replicate=3,accumulate=3", "dp_shard=2,zero=3,accumulate=2", "pp=2,
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("task", ["counted", "set_anew", "centred"])
+@pytest.mark.parametrize("task", ["counted", "set_anew", "centred", "spectral"])
 def test_buffers_of_samples_are_joined(task: str, plan: str, pool: RankPool) -> None:
     """Seven samples in three micro-batches on three ranks: one has none. Loads move the choice of the next step."""
     parity = verify(f"joined_tasks:{task}", plan, steps=3, pool=pool)

@@ -64,6 +64,23 @@ class Centred(nn.Module):
         return out
 
 
+class Spectral(nn.Module):
+    """Outputs less a complex mean of their spectra, which moves towards each batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.body(x))
+        out = torch.fft.irfft(spectrum - self.mean, n=WIDTH)
+        if self.training:
+            with torch.no_grad():
+                self.mean = 0.7 * self.mean + 0.3 * spectrum.mean(0)
+        return out
+
+
 class Latest(nn.Linear):
     """A layer that keeps its last sample's largest output, and adds it to the next batch's."""
 
@@ -97,6 +114,10 @@ def counted() -> Task:
 
 def set_anew() -> Task:
     return _task(lambda: Mixture(fresh=True), lambda: nn.Linear(WIDTH, WIDTH), lambda: Mixture(fresh=True))
+
+
+def spectral() -> Task:
+    return _task(Spectral)
 
 
 def centred() -> Task:

@@ -133,3 +133,19 @@ def test_whole_tensors_on_their_owners(layout: str, pool: RankPool) -> None:
 def test_experts_and_unused_parameters(name: str, layout: str, pool: RankPool) -> None:
     layout = layout if name == "moe" else layout.replace(",ep=2", "")
     assert_same(name, layout, "", "optimizer:disk", pool, 2)
+
+
+def one_weight() -> Task:
+    """A single matrix, which one rank of two owns."""
+    task = adafactor()
+    return Task(
+        model=lambda: torch.nn.Linear(4, 4, bias=False), loss=lambda o, b: (o.square().sum(), len(b)),
+        batch=lambda step: torch.ones(6, 4) * (step + 1), optimizer=task.optimizer,
+    )  # fmt: skip
+
+
+def test_a_rank_that_updates_nothing_has_nothing_to_move(pool: RankPool) -> None:
+    plain = pool.run(ran, 2, one_weight, "dp_shard=2,zero=1", None, 2)
+    moved = pool.run(ran, 2, one_weight, "dp_shard=2,zero=1,offload=optimizer:disk", None, 2)
+    assert [ranks["weights"] for ranks in moved] == [ranks["weights"] for ranks in plain]
+    assert [ranks["groups"] for ranks in moved] == [1, 0] and not any(ranks["notices"] for ranks in moved)

@@ -222,3 +222,19 @@ def test_what_a_thread_notes_of_itself_was_left_by_no_forward() -> None:
     assert not state.changed()
     module.store.seen += 1
     assert {key for _, key in state.changed()} == {"store"}
+
+
+class Told(torch.nn.Module):
+    """Its arguments are named as torch's `checkpoint` names its own."""
+
+    def forward(self, x: torch.Tensor, debug: bool = False, fn: float = 1.0) -> torch.Tensor:
+        return x.exp() * (100 if debug else 1) * fn
+
+
+def test_recompute_hands_on_arguments_that_are_named_like_those_of_checkpoint() -> None:
+    recompute_block(block := Told(), "full")
+    x = torch.ones(2, requires_grad=True)
+    made = block(x, debug=True, fn=2.0)
+    assert torch.equal(made, x.exp() * 200)
+    (found,) = torch.autograd.grad(made.sum(), x)
+    assert torch.equal(found, x.exp() * 200)

@@ -36,6 +36,9 @@ def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], stric
     names = {id(param): name for name, param in params.items()}
     wholes = {names[id(value)]: weights[key] for key, value in own.items() if id(value) in names and key in weights}
     value_of = _shares(state, wholes)
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in own and name in weights]
+    for name, buffer in buffers:
+        _check_shape(name, weights[name], buffer.shape)  # a copy would spread one number over all
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # else the next forward would use what was gathered before
@@ -50,9 +53,8 @@ def load_state_dict(state: RankState, weights: Mapping[str, torch.Tensor], stric
             state.owners.masters[index].copy_(wholes[name])
     for name in wholes.keys() - set(state.names):  # frozen: no technique has masters of them
         _put(params[name], value_of(name))
-    for name, buffer in module.named_buffers():
-        if name in weights:
-            buffer.copy_(weights[name])
+    for name, buffer in buffers:
+        buffer.copy_(weights[name])
     return _IncompatibleKeys(missing, unknown)
 
 
@@ -71,13 +73,17 @@ def _shares(state: RankState, wholes: Mapping[str, torch.Tensor]) -> ValueOf:
         value, shape = wholes[name], shapes[name]
         for spread in (state.experts, state.tensor):
             shape = shape if spread is None else spread.full_shape(name, shape)
-        if value.shape != shape:
-            raise InputError(f"load_state_dict: '{name}' has shape {tuple(value.shape)}, the model's {tuple(shape)}")
+        _check_shape(name, value, shape)
         return value
 
     value_of: ValueOf = whole
     value_of = value_of if state.tensor is None else state.tensor.local_values(value_of)
     return value_of if state.experts is None else state.experts.local_values(value_of)
+
+
+def _check_shape(name: str, value: torch.Tensor, shape: torch.Size) -> None:
+    if value.shape != shape:
+        raise InputError(f"load_state_dict: '{name}' has shape {tuple(value.shape)}, the model's {tuple(shape)}")
 
 
 def _put(param: torch.Tensor, value: torch.Tensor) -> None:

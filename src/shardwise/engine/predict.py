@@ -128,7 +128,8 @@ def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
         elif source == 0:
             brought.append(leaves[number].cpu())
         elif state.mesh.rank == source:
-            data = leaves[number].contiguous().view(-1).view(torch.uint8)
+            whole = leaves[number].resolve_conj().resolve_neg().contiguous()  # bytes are of values as they lie
+            data = whole.view(-1).view(torch.uint8)
             if data.numel():  # nothing is sent of an empty one, and nobody waits for it
                 pending.append((send(data, world, 0, TAG, number), data))  # data stays until it is sent
         else:

@@ -331,7 +331,7 @@ def _full_shard(
         named = [(name, param) for name, param in trainable(module) if name not in spread]
         # Their gradients and optimizer state still lie in pieces, as under zero=2.
         whole = Flat([pair for pair in named if pair[0] in kept], mesh.shard, mesh.replicate, precision,
-                     stage=PER_MICROBATCH, order=order)  # fmt: skip
+                     stage=PER_MICROBATCH, order=order, pairs=pairs_in(module))  # fmt: skip
         technique = WithExperts([name for name, _ in named], technique, whole, kept, None)
     if spread:
         technique = _with_experts(module, technique, spread, mesh, precision, stage=PER_MICROBATCH)

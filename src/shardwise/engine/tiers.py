@@ -70,7 +70,7 @@ def make_tier(state: RankState, makes: Sequence[OptimizerFn]) -> StateTiers | No
         groups = rules.grouped(part)
         if groups:
             placed_groups.append((_place(placement, groups, state), groups))
-        else:
+        elif units:  # else this rank updates nothing: there are fewer weights, or elements, than ranks
             state.notices.append(_nothing_moves(placement, units, state))
     left = units[sum(map(len, dealt)) :]
     # whose state stays steps by sub-groups too, where it is coded or few of the weights are here at once

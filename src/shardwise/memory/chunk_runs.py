@@ -289,6 +289,11 @@ def _beside(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return _beside(gradient, output.settled())
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype may have a gradient: real numbers and complex ones."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, *inputs: torch.Tensor):
@@ -302,7 +307,7 @@ class _Chunked(torch.autograd.Function):
         ctx.program = program
         ctx.save_for_backward(*inputs)
         results = tuple(result.value() for result in joined)
-        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+        ctx.mark_non_differentiable(*(result for result in results if not has_gradient(result.dtype)))
         return results
 
     @staticmethod

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import RefusedPlan
-from shardwise.memory.chunk_runs import InputAt, Program, ResultOf, Step, chunked
+from shardwise.memory.chunk_runs import InputAt, Program, ResultOf, Step, chunked, has_gradient
 from shardwise.memory.chunk_trial import Tried, Unmade, look
 from shardwise.part import Uncut
 from shardwise.trace.leaves import replaced, tensors_in
@@ -187,7 +187,7 @@ def waits(call: WaitingCall) -> Any:
         device = tensors[0].device
 
     def wrapped(like: torch.Tensor, place: int | None) -> Waiting:
-        return Waiting(like, device, wants and like.dtype.is_floating_point, call, place)
+        return Waiting(like, device, wants and has_gradient(like.dtype), call, place)
 
     # one result has no place among several
     if isinstance(call.like, torch.Tensor):

@@ -22,8 +22,10 @@ What this does not do: recompute what lies outside the blocks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -81,6 +83,10 @@ class _Keeping(_CachingTorchDispatchMode):
             if isinstance(value, torch.Tensor) and same_memory(value, written):
                 kept.val = value.clone()
                 kept.version = kept.val._version
+
+
+# names by which torch's `checkpoint`, and what it calls, would take an argument for their own
+_OF_CHECKPOINT = {"fn", "preserve_rng_state", *inspect.signature(checkpoint).parameters}
 
 
 # of each block that runs again, the weights and buffers into which it writes
@@ -155,7 +161,9 @@ def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> No
             return forward(*args, **kwargs)
         before, passed, weights = looked_at(args, kwargs)
         args, kwargs, alike = _apart(args, kwargs)
-        again = _again(alike(forward), before, passed, weights)
+        # an argument of the block that is named like one of `checkpoint` (debug) would be taken by that
+        own = {name: kwargs.pop(name) for name in _OF_CHECKPOINT & kwargs.keys()}
+        again = _again(partial(alike(forward), **own), before, passed, weights)
         # to its end where it writes into weights: what is written after the last use is what one process finds
         output = checkpoint(again, *args, use_reentrant=False, early_stop=not written, **options, **kwargs)
         # the first forward has shown what it changes: later ones keep that alone

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.part.pairs import as_pairs
 from shardwise.part.sums import plain
 
 # (before (elements,), after each part's forward (p, elements), samples of each part (p, 1), 0 for none)
@@ -46,5 +47,5 @@ def ways(
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a buffer's elements (n,) in float64, which counts whole numbers exactly."""
-    return plain(tensor.detach()).reshape(-1).double()
+    """Returns a buffer's real numbers (n,), two of a complex one, in float64, which counts whole numbers exactly."""
+    return as_pairs(plain(tensor.detach())).reshape(-1).double()

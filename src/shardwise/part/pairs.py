@@ -28,6 +28,7 @@ from shardwise.part.assigned import follow_data
 from shardwise.part.parameters import as_class_gives, unannounced
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.own_calls import by_a_module
+from shardwise.trace.stand_in import exchange
 
 _PAIRS = "_read_as_complex"  # on a module: its parameters that are pairs
 _CLASSES: dict[type, type] = {}
@@ -61,9 +62,11 @@ def hold_pairs(module: nn.Module) -> frozenset[str]:
         child.__dict__[_PAIRS] = frozenset(params) | child.__dict__.get(_PAIRS, frozenset())
         child.__class__ = _reading_complex(type(child))
     del originals
-    # so that `module.weight.data = complex values` reaches the pairs
+    # so that `module.weight.data = complex values` reaches the pairs; and what modules keep in lists is these too: a
+    # forward that reads one there is refused, where it would train the tensor that nobody holds any more
     if made:
         follow_data(module)
+        exchange(module, made)
     return pairs_in(module)
 
 

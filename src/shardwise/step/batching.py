@@ -176,11 +176,14 @@ def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]
 def _merged_graphs(paths: _Paths, sized: list[tuple[int, int]], leaves: list[Any]) -> str:
     """Returns advice where a tensor holds numbers of another one's rows, as edges of merged graphs do; else ""."""
     for index, size in sized:
-        edges = torch.as_tensor(leaves[index])
+        leaf = leaves[index]
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biu":  # of text and dates torch has no tensors
+            continue
+        edges = torch.as_tensor(leaf)
         # edges are whole numbers in two rows or columns
         if edges.ndim < 2 or edges.is_floating_point() or edges.is_complex() or not edges.numel():
             continue
-        low, high = int(edges.min()), int(edges.max())
+        low, high = int(edges.long().min()), int(edges.long().max())  # unsigned ones have no least element in torch
         for other, rows in sized:
             # all of its numbers are valid rows of another tensor of another length: edges, most probably
             if other != index and rows != size and low >= 0 and high < rows:

@@ -151,8 +151,9 @@ class PendingRow:
             return [sum(row[column] for row in rows) for column in columns]
         first = 6 + len(self.names)
         starts = range(first, first + len(columns) * self.pieces, self.pieces)
-        # `fsum` rounds once: the sum is the same whichever rank had which piece
-        return [math.fsum(value for row in rows for value in row[start : start + self.pieces]) for start in starts]
+        pieces = ([value for row in rows for value in row[start : start + self.pieces]] for start in starts)
+        # `fsum` rounds once: the sum is the same whichever rank had which piece. It raises for infinities of both signs
+        return [math.fsum(values) if all(map(math.isfinite, values)) else sum(values) for values in pieces]
 
 
 def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreement:

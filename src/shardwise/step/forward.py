@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
@@ -138,6 +139,9 @@ class Forward:
         ranks = self.data.size
 
         def gather(leaf: Any, batched: bool = True) -> Any:
+            if isinstance(leaf, np.ndarray) and batched and leaf.ndim:  # of a batch: its samples are all ranks' too
+                full = gather(torch.as_tensor(leaf, device=self.device))
+                return np.array(read(full, "arrays of a batch"), dtype=leaf.dtype).reshape(full.shape)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if batched and leaf.dim():

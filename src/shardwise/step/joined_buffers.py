@@ -26,6 +26,7 @@ from shardwise.parallel.slots import Phase
 from shardwise.part import plain
 from shardwise.part.buffer_ways import WAYS, numbers
 from shardwise.part.levels import Distributed
+from shardwise.part.pairs import as_pairs
 
 _TAG = "buffers"
 
@@ -65,7 +66,8 @@ class _Joins:
                 samples, before = part[:, :1], numbers(self._before[name][2])
                 new = WAYS[self._joined[name]](before, part[:, 1:], samples)
                 # no rank's forward wrote it: a stage that runs other modules, a branch that was not taken
-                tensor.copy_(torch.where(samples.sum() > 0, new, before).view(tensor.shape))
+                place = as_pairs(tensor)
+                place.copy_(torch.where(samples.sum() > 0, new, before).view(place.shape))
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Returns (name, buffer); one that a forward has left in shares is made whole, as it is read after a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
@@ -40,8 +41,8 @@ def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:
 
 def _bad_row(leaf: Any) -> tuple[int, str] | None:
     """Returns the first row of a tensor with a value that is not finite, and what that value is; None if all are."""
-    # arrays of numpy too, but nothing without rows
-    leaf = torch.as_tensor(leaf) if hasattr(leaf, "__array__") else leaf
+    # arrays of numpy too, but nothing without rows; torch has none of text or dates
+    leaf = torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc" else leaf
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not (leaf.is_floating_point() or leaf.is_complex()):
         return None
     wrong = ~torch.isfinite(leaf).reshape(leaf.shape[0], -1)

@@ -33,8 +33,9 @@ class LossScale:
         """
         if not self.value:
             total = read(gather_rows(row_of([weight], device), axis).sum(), "weight for the loss scale")
-            total *= micro_batches
-            self.value = 2.0 ** (15 - round(math.log2(max(total, 1.0))))
+            total = max(total * micro_batches, 1.0)
+            # a weight that is no number is told by the step's own look at it
+            self.value = 2.0 ** (15 - round(math.log2(total if math.isfinite(total) else 1.0)))
         return self.value
 
     def update(self, *, overflow: bool) -> None:

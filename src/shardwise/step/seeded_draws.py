@@ -25,7 +25,7 @@ def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool =
     seed = seed_of("fast", state.seed, state.steps_done, *place)
     seed_generators(seed)
     # ranks that share a sample must take the same ways through the module, and so must a piece on any rank
-    if state.plan.world_size > state.plan.data_ranks or state.order is not None:
+    if state.plan.world_size > state.data_ranks or state.order is not None:
         seed_python(seed)
 
 

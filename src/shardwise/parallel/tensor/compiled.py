@@ -25,7 +25,6 @@ see what a block reads from objects that are not its own.
 
 from __future__ import annotations
 
-import random
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,6 +42,7 @@ from shardwise.device import autocast_states
 from shardwise.errors import RefusedPlan, ShardwiseError, first_line
 from shardwise.part import forget
 from shardwise.part.plain_shares import APART, PartLayout, keeping, unwrapped, wrapped
+from shardwise.python_seeds import python_kept, python_states
 
 MOST = 16  # programs of one block; further shapes run as they are
 # torch 2.10 to 2.13: kernels that reduce rows and columns at once leave slices of gradients unwritten on a GPU, without
@@ -346,14 +346,14 @@ def _changed(block: nn.Module, before: dict[_Attribute, Any]) -> dict[_Attribute
 
 @contextmanager
 def _as_it_was(block: nn.Module) -> Iterator[None]:
-    """Context: afterwards attributes, the lists, dicts and sets in them, and Python's generator are as before."""
+    """Context: afterwards attributes, the lists, dicts and sets in them, and Python's generators are as before."""
     # tables are copied, and contents too: the block may write into either
-    drawn, kept = random.getstate(), [(table, dict(table)) for table in _tables(block)]
+    put_back, kept = python_kept(), [(table, dict(table)) for table in _tables(block)]
     contents = [(v, v.copy()) for _, copy in kept for v in copy.values() if type(v) in (list, dict, set)]
     try:
         yield
     finally:
-        random.setstate(drawn)
+        put_back()
         for table, before in [*kept, *contents]:
             table.clear()
             table.extend(before) if isinstance(table, list) else table.update(before)
@@ -384,15 +384,15 @@ class _Watch:
             for t in child._parameters.values()
             if t is not None
         ]
-        self.drawn = random.getstate()
+        self.drawn = python_states()
 
     def check(self) -> None:
         """Raise `TypeError` for what was changed."""
         for what, tensor, version in self.tensors:
             if tensor._version != version:
                 raise TypeError(f"it writes into {what} of shape {tuple(tensor.shape)}")
-        if random.getstate() != self.drawn:
-            raise TypeError("it draws from Python's random generator")
+        if python_states() != self.drawn:
+            raise TypeError("it draws from Python's random generator, or numpy's")
 
 
 class _NotWritten(Exception):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +18,7 @@ from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
 from shardwise.part.labels import Axes, WeightLabels
 from shardwise.part.parameters import KEPT, ONCE, PastAttributes, see_parts
-from shardwise.python_seeds import python_restored, seed_python
+from shardwise.python_seeds import python_restored, python_states, seed_python
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake
 from shardwise.trace.known_values import Values, as_real, given_to, known_values_read, values
@@ -34,12 +32,6 @@ WAYS = 4  # forwards that are followed where a forward may take different ways
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
 Followed = dict[frozenset[str], WeightLabels]  # parameters that stay whole -> the labels of a forward
-
-
-def _drawn() -> tuple:
-    """Returns a tuple of the states of Python's and numpy's generators, to be compared."""
-    state = np.random.get_state()
-    return random.getstate(), np.asarray(state[1]).tobytes(), state[2]  # type: ignore[index]
 
 
 class TrialModule:
@@ -119,10 +111,10 @@ class TrialModule:
         for way in range(WAYS):
             torch.default_generator.manual_seed(way)
             seed_python(way)
-            before = _drawn()
+            before = python_states()
             yield
             # real values may decide which way a forward takes, too: only without values is one way enough
-            if self.mode is not None and not self.mode.drawn and _drawn() == before:
+            if self.mode is not None and not self.mode.drawn and python_states() == before:
                 return
 
     def rehearse(
