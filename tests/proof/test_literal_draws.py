@@ -11,7 +11,7 @@ from shardwise.data.order import Order
 from shardwise.proof.literal_draws import difference
 from shardwise.proof.literal_order import sample_at
 from shardwise.random import variates
-from shardwise.random.draws import DRAWS
+from shardwise.random.draws import DRAWS, BitSource
 
 _aten = torch.ops.aten
 X = torch.zeros(8, 3, dtype=torch.float64)
@@ -69,3 +69,38 @@ def test_numbers_that_are_too_narrow_are_told(monkeypatch: pytest.MonkeyPatch) -
 def test_the_order_is_that_of_the_loader(length: int) -> None:
     places = range(2 * length + 3)
     assert [sample_at(length, 5, place) for place in places] == Order(length, 5).indices(0, len(places)).tolist()
+
+
+def _of(bits: int, func: object, *args: object, **kwargs: object) -> torch.Tensor:
+    """Returns what a rule draws where every element has these bits."""
+    source = BitSource(lambda shape, device: torch.full(tuple(shape), bits), lambda *given: X > 0)
+    return DRAWS[func](source, args, kwargs)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float64])
+def test_uniform_numbers_stay_below_one_in_any_dtype(dtype: torch.dtype) -> None:
+    drawn = _of(2**53 - 1, _aten.rand.default, [3], dtype=dtype)
+    assert torch.view_as_real(drawn).max() < 1 if dtype.is_complex else drawn.max() < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.float16, torch.bfloat16, torch.int64])
+def test_integers_for_a_dtype_are_those_that_it_holds(dtype: torch.dtype) -> None:
+    for bits in (2**53 - 1, 2**53 - 2, 200):
+        drawn = _of(bits, _aten.random_.default, torch.empty(2, dtype=dtype)).double()
+        assert (drawn >= 0).all() and drawn.isfinite().all()
+    assert not _of(2**53 - 2, _aten.random_.default, torch.empty(2, dtype=torch.bool)).any()
+
+
+def test_integers_of_a_long_range_lie_in_it() -> None:
+    source = BitSource(lambda shape, device: torch.randint(2**53, tuple(shape)), lambda *given: X > 0)
+    for low, high in ((-(2**62), 2**62), (0, 2**62)):
+        drawn = DRAWS[_aten.randint.low](source, (low, high, [200]), {})
+        assert low <= drawn.min() and drawn.max() < high and (drawn.double().mean() - (low + high) / 2).abs() < 2**60
+
+
+def test_gamma_numbers_are_never_nothing_and_shares_neither_nothing_nor_all() -> None:
+    source = BitSource(lambda shape, device: torch.randint(2**53, tuple(shape)), lambda *given: X > 0)
+    few = torch.full((500, 2), 1e-3)
+    assert (DRAWS[_aten._standard_gamma.default](source, (few,), {}) > 0).all()
+    shares = DRAWS[_aten._sample_dirichlet.default](source, (few,), {})
+    assert ((shares > 0) & (shares < 1)).all()

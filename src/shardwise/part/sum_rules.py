@@ -158,6 +158,8 @@ def _rearranged(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
     name = facts(func).name
     if name not in _ROWS and (first.added is not None or first.coming is not None):
         return None  # a bias lies along the last dim, and what is coming is viewed as (B, S, H): not of other dims
+    if len(args) > 1 and isinstance(args[1], torch.dtype):
+        return None  # the bits of a sum are not the sum of the summands' bits
     if name == "neg" and first.pending is not None:
         return None  # the reduction under way writes into the summand, which a negative would read
     # a summand may lie in memory otherwise than the sum does: one index of what a rank has, or of nothing
@@ -190,6 +192,8 @@ def _added(func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
         added = first.added if second.added is None else -second.added if name == "sub" else second.added
         return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
     bias = isinstance(second, torch.Tensor) and not isinstance(second, Distributed) and second.dim() == 1
+    # a wider bias makes the result wider than the summands
+    bias = bias and torch.promote_types(first.dtype, second.dtype) == first.dtype
     if bias and name == "add" and first.added is None and second.shape == first.shape[-1:]:
         # a copy: zero=3 frees the bias when its module has run, and the sum may be taken later
         return _like(first, first.local, second.clone())

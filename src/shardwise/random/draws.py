@@ -15,7 +15,7 @@ from shardwise.random.hashing import hashed
 from shardwise.random.variates import cauchy, exponential, gamma, geometric, normal, poisson, uniform
 
 _aten = torch.ops.aten
-_IMAGINARY = 0x1F83D9AB  # a key like any other
+_IMAGINARY, _MORE = 0x1F83D9AB, 0x5BE0CD19  # keys like any other
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,28 @@ def _new(draw, size_at: int = 0):
 def _numbers(draw, tensor: torch.Tensor, source: BitSource, args: tuple, kwargs: dict) -> torch.Tensor:
     """Returns the numbers of a draw into `tensor`; complex ones have an imaginary part of bits of its own."""
     bits = source.bits(tensor.shape, tensor.device)
+    if draw in (_draw_uniform, _draw_unit):
+        bits = _held(bits, tensor.dtype)
     if not tensor.is_complex():
         return draw(bits, args, kwargs)
     beside = hashed(_IMAGINARY, bits)
+    if draw is _draw_unit:
+        beside = _held(beside, tensor.dtype)
     if draw not in (_draw_normal, _draw_standard_normal):
         return torch.complex(draw(bits, args, kwargs), draw(beside, args, kwargs))
     unit = torch.complex(normal(bits), normal(beside)) / math.sqrt(2)  # of variance 1, half of it in each part
     return unit * _argument(args, kwargs, 1, "std", 1.0) + _argument(args, kwargs, 0, "mean", 0.0)
+
+
+def _held(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns bits of uniform numbers that `dtype` does not round up to 1, which torch never draws."""
+    digits = _digits(dtype)
+    return bits if digits == 53 else bits.clamp_max(2**53 - 2 ** (53 - digits))
+
+
+def _digits(dtype: torch.dtype) -> int:
+    """Returns how many binary digits a floating-point number of this dtype has: all integers below 2 ** them are."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
 def _factory(kwargs: dict) -> dict:
@@ -129,6 +144,18 @@ def _normal_by(source, args, kwargs):
     return (normal(source.bits(like.shape, like.device)) * std + mean).to(like.dtype)
 
 
+def _random_fill(source, args, kwargs):
+    """Returns self, overwritten with integers from 0 on, below what torch takes as the bound of its dtype."""
+    tensor = args[0]
+    if tensor.dtype is torch.bool:
+        bound = 2
+    elif tensor.is_floating_point():
+        bound = 2 ** _digits(tensor.dtype)  # what it holds exactly
+    else:
+        bound = min(torch.iinfo(tensor.dtype).max + 1, 2**53)  # no more than the bits there are
+    return tensor.copy_(source.bits(tensor.shape, tensor.device) % bound)
+
+
 def _of_each(draw):
     """Returns a `DRAWS` function for `op(self)`: each number is distributed by its element of self."""
 
@@ -139,9 +166,17 @@ def _of_each(draw):
     return run
 
 
+def _gamma(source, args, kwargs):
+    shape = args[0]
+    drawn = gamma(source.bits(shape.shape, shape.device), shape).to(shape.dtype)
+    return drawn.clamp_min(torch.finfo(shape.dtype).tiny)  # never 0, as torch: its logarithm is read
+
+
 def _dirichlet(source, args, kwargs):
-    shares = gamma(source.bits(args[0].shape, args[0].device), args[0])
-    return (shares / shares.sum(-1, keepdim=True)).to(args[0].dtype)
+    like, limits = args[0], torch.finfo(args[0].dtype)
+    shares = gamma(source.bits(like.shape, like.device), like).clamp_min(torch.finfo(torch.float64).tiny)
+    # neither 0 nor 1, as torch: of a Beta distribution the logarithms of both are read
+    return (shares / shares.sum(-1, keepdim=True)).to(like.dtype).clamp(limits.tiny, 1 - limits.eps / 2)
 
 
 def _rrelu(func):
@@ -189,11 +224,21 @@ def _draw_geometric(bits, args, kwargs):
 
 def _draw_range(bits, args, kwargs):
     low, high = args[0], args[1]
-    return low + bits % (high - low)
+    return low + _remainder(bits, high - low)
 
 
 def _draw_below(bits, args, kwargs):
-    return bits % args[0]
+    return _remainder(bits, args[0])
+
+
+def _remainder(bits: torch.Tensor, span: int | torch.Tensor) -> torch.Tensor:
+    """Returns integers from 0 on, below `span`; where 53 bits do not reach so far, of 63."""
+    if isinstance(span, torch.Tensor) or span <= 2**53:
+        return bits % span
+    if span > 2**63:
+        raise ValueError(f"integers are drawn from {span} numbers: at most 2**63")
+    bits = (bits << 10) ^ hashed(_MORE, bits)
+    return bits if span == 2**63 else bits % span
 
 
 def _bernoulli_of(source, args, kwargs):
@@ -217,7 +262,7 @@ DRAWS = {
     _aten.uniform_.default: _fill(_draw_uniform),
     _aten.normal_.default: _fill(_draw_normal),
     _aten.exponential_.default: _fill(_draw_exponential),
-    _aten.random_.default: _fill(lambda bits, args, kwargs: bits % 2**24),  # what a float32 holds exactly
+    _aten.random_.default: _random_fill,
     getattr(_aten.random_, "from"): _fill(_draw_range),
     _aten.random_.to: _fill(_draw_below),
     _aten.rand.default: _new(_draw_unit),
@@ -237,7 +282,7 @@ DRAWS = {
     _aten.log_normal_.default: _fill(_draw_log_normal),
     _aten.geometric_.default: _fill(_draw_geometric),
     _aten.poisson.default: _of_each(poisson),
-    _aten._standard_gamma.default: _of_each(gamma),
+    _aten._standard_gamma.default: _gamma,
     _aten._sample_dirichlet.default: _dirichlet,
     _aten.rrelu_with_noise.default: _rrelu(_aten.rrelu_with_noise.default),
     _aten.rrelu_with_noise_.default: _rrelu(_aten.rrelu_with_noise_.default),

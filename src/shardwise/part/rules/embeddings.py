@@ -15,8 +15,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather
 from shardwise.part.labels import Axes, Use, label
 from shardwise.part.moves import share_as
-from shardwise.part.rules.indexing import place_of, with_one_more
-from shardwise.part.rules.losses import _check_range
+from shardwise.part.rules.indexing import check_range, owned_alone, place_of, with_one_more
 from shardwise.part.rules.products import _weight
 from shardwise.part.sums import Sum, plain
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
@@ -32,11 +31,11 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         raise Uncut(no_rule(func, parts_in(args)))
     if weight.dim_cut == 1:
         return weight.with_local(func(weight.local, index), index.dim())
-    _check_range(index, weight.shape[0], "index")
+    check_range(index, weight.shape[0], "index")
     owned, place = place_of(weight, index)
     # a rank without rows reads one of zeros
     rows = weight.local if weight.local.shape[0] else with_one_more(weight.local, 0)
-    return Sum.of(rows[place] * owned.unsqueeze(-1), weight.axis, weight.origin)
+    return Sum.of(owned_alone(rows[place], owned.unsqueeze(-1)), weight.axis, weight.origin)
 
 
 class _Rows(torch.autograd.Function):
@@ -58,7 +57,7 @@ class _Rows(torch.autograd.Function):
         weight, index = ctx.saved_tensors
         owned, place = place_of(weight, index)
         owned = owned & (index != ctx.padding) if ctx.padding >= 0 else owned
-        rows = (plain(gradient) * owned.unsqueeze(-1)).to(weight.dtype).flatten(0, index.dim() - 1)
+        rows = owned_alone(plain(gradient), owned.unsqueeze(-1)).to(weight.dtype).reshape(-1, weight.shape[1])
         local = torch.zeros_like(weight.local)
         if local.shape[0]:
             local.index_add_(0, place.flatten(), rows)

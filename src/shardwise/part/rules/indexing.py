@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwise.host import to_device
+from shardwise.host import has_values, require, to_device
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.labels import Axes, label
 from shardwise.part.levels import Distributed
@@ -37,6 +37,21 @@ def place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     place = torch.searchsorted(mine, index.contiguous()).clamp_(max=len(mine) - 1)
     owned = mine[place] == index
     return owned, torch.where(owned, place, torch.zeros_like(place))
+
+
+def check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
+    """Raises IndexError, as one process would, for an index outside the range; on a GPU asserts without waiting."""
+    if isinstance(index, Distributed) or not has_values(index) or not index.numel():
+        return  # of an index that an axis further in cuts too, to read this would take collectives
+    wrong = (index < 0) | (index >= size)
+    if ignored is not None:
+        wrong = wrong & (index != ignored)
+    require(~wrong.any(), lambda: IndexError(f"{what} {int(index[wrong][0])} is out of range: there are {size}"))
+
+
+def owned_alone(read: torch.Tensor, owned: torch.Tensor) -> torch.Tensor:
+    """Returns what was read at `place_of`, with zeros where others own it: there it may be infinite, or no number."""
+    return read.masked_fill(~owned, 0)
 
 
 def in_own_share(indices: list, dim: int, owners: Owners) -> list | None:
@@ -97,10 +112,11 @@ def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
 
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Returns `x.gather(dim, index)` along the cut dim, plain. Collective."""
+    check_range(index, x.shape[dim], "index")
     owned, place = place_of(x, index)
     # a rank without indices reads zeros
     local = x.local if x.local.shape[dim] else with_one_more(x.local, dim)
-    return reduced(local.gather(dim, place) * owned, x)
+    return reduced(owned_alone(local.gather(dim, place), owned), x)
 
 
 class _Entries(torch.autograd.Function):
@@ -120,7 +136,7 @@ class _Entries(torch.autograd.Function):
         owned, place = place_of(x, index)
         local = torch.zeros_like(x.local)
         if local.shape[ctx.dim]:
-            local.scatter_add_(ctx.dim, place, plain(gradient) * owned)
+            local.scatter_add_(ctx.dim, place, owned_alone(plain(gradient), owned))
         return x.with_local(local), None, None
 
 
@@ -207,7 +223,7 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
     # what others own was read at a wrong place: it counts as zero in the sum
     owned = torch.broadcast_to(owned, torch.broadcast_shapes(*(indices[d].shape for d in used)))
-    return Sum.of(entries * owned.view(*owned.shape, *([1] * after)), part.axis, part.origin)
+    return Sum.of(owned_alone(entries, owned.view(*owned.shape, *([1] * after))), part.axis, part.origin)
 
 
 def places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

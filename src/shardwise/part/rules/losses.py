@@ -13,27 +13,15 @@ from typing import Any
 
 import torch
 
-from shardwise.host import has_values, require
 from shardwise.part.cuts import Uncut
 from shardwise.part.done_whole import on_whole_positions
 from shardwise.part.labels import Axes, label
-from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
-from shardwise.part.rules.indexing import place_of
+from shardwise.part.rules.indexing import check_range, owned_alone, place_of
 from shardwise.part.rules.reductions import arguments_of
 from shardwise.part.sums import reduced
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.trace.elementwise import fit, is_elementwise
-
-
-def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
-    """Raises IndexError, as one process would, for an index outside the range; on a GPU asserts without waiting."""
-    if isinstance(index, Distributed) or not has_values(index) or not index.numel():
-        return  # of an index that an axis further in cuts too, to read this would take collectives
-    wrong = (index < 0) | (index >= size)
-    if ignored is not None:
-        wrong = wrong & (index != ignored)
-    require(~wrong.any(), lambda: IndexError(f"{what} {int(index[wrong][0])} is out of range: there are {size}"))
 
 
 def _without(dim: int, gone: int) -> int:
@@ -51,13 +39,20 @@ def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
     return x.share(tensor, place)
 
 
+def _weight_of(x: Part, target: torch.Tensor, weight: Any, classes: int) -> torch.Tensor:
+    """Returns the weight of each target's class; of what is ignored, which may be no class at all, some class's."""
+    if weight is None:
+        return torch.ones(target.shape, dtype=x.dtype, device=x.device)
+    return weight[target.clamp(0, x.shape[classes] - 1)]
+
+
 def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, classes: int) -> torch.Tensor:
     """Returns the divisor of a mean over all ranks' targets. Collective where targets are cut."""
     # ranks that have all targets count them all, without a message
     mine = _beside(x, target, classes) if is_part(target) else target
     counted = (mine != ignored).to(x.dtype)
     if weight is not None:
-        counted = counted * weight[mine.clamp(0, x.shape[classes] - 1)]
+        counted = counted * _weight_of(x, mine, weight, classes)
     return reduced(counted.sum(), x) if is_part(target) else counted.sum()
 
 
@@ -79,13 +74,15 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     if not is_part(x) or parts_in([target, weight]):
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
-    _check_range(target, x.shape[classes], "target", ignored)
+    check_range(target, x.shape[classes], "target", ignored)
     # cut along classes: one rank has the log-probability of a target, and the others add zero to it
     owned, place = place_of(x, target)
     # a rank without classes has nothing to read, and adds zeros
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
-    mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (owned & counts)
-    target_weight = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)
+    mine = (
+        torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else owned_alone(row, owned & counts)
+    )
+    target_weight = _weight_of(x, target, weight, classes)
     target_weight = target_weight * counts
     losses = -reduced(mine, x) * target_weight
     total = target_weight.sum()
@@ -107,13 +104,11 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         raise Uncut(no_rule(func, parts_in(args)))
     owned, place = place_of(x, target)
     owned = owned & (target != ignored)
-    target_weight = (
-        weight[target.clamp(min=0)] if weight is not None else torch.ones(target.shape, dtype=x.dtype, device=x.device)
-    )
+    target_weight = _weight_of(x, target, weight, classes)
     scale = -(gradient * target_weight) / (total if reduction == 1 else 1)
     dx = torch.zeros_like(x.local)
     if dx.shape[classes]:  # a rank without classes has no place to write to
-        dx.scatter_add_(classes, place.unsqueeze(classes), (scale * owned).to(dx.dtype).unsqueeze(classes))
+        dx.scatter_add_(classes, place.unsqueeze(classes), owned_alone(scale, owned).to(dx.dtype).unsqueeze(classes))
     return x.with_local(dx)
 
 

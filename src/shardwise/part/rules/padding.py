@@ -75,7 +75,9 @@ def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
     if most is not None and max(before, after) > most:
         raise RuntimeError(f"{mode} padding by ({before}, {after}) of a dim of {n}: at most {most} on either side")
     if mode == "circular":
-        places = places % n
+        # what is cut off is gone before the rest is wrapped around
+        kept = np.arange(max(0, -before), n - max(0, -after))
+        places = kept[np.arange(-max(before, 0), len(kept) + max(after, 0)) % max(len(kept), 1)]
     elif mode == "reflect":
         # first the front, then the back, each mirrored at the edge without repeating it
         places = np.where(places < 0, -places, places)

@@ -6,6 +6,7 @@ A rule raises `Uncut` for what it cannot do; a label rule returns False where in
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,29 +16,49 @@ from shardwise.part.cuts import Owners
 from shardwise.part.dimwise import Along, DimwiseRule, arguments_of, named, over
 from shardwise.part.gathering import gathered
 from shardwise.part.labels import Axes, label, param_of
+from shardwise.part.levels import Distributed
 from shardwise.part.sums import reduced
 from shardwise.part.tensor import Part, rule
 from shardwise.trace.leaves import tensors_in
 
 
 def _sum(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    return reduced(part.local.sum(sorted(dims), keepdim, dtype=bound.get("dtype")), part)
+    return _added_up(part.local.sum, part, dims, keepdim, bound)
 
 
 def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    return reduced(part.local.nansum(sorted(dims), keepdim, dtype=bound.get("dtype")), part)
+    return _added_up(part.local.nansum, part, dims, keepdim, bound)
+
+
+def _added_up(add: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    asked = bound.get("dtype")
+    dtype = asked or part.dtype
+    if _wide(dtype) is dtype or _waits(part):
+        return reduced(add(sorted(dims), keepdim, dtype=asked), part)
+    # one rank's sum may overflow where that of all does not
+    return reduced(add(sorted(dims), keepdim, dtype=_wide(dtype)), part).to(dtype)
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     """Returns the mean over the cut dim and others: sums over ranks, divided by the whole count."""
     # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
     count, dtype = math.prod(part.shape[d] for d in dims), bound.get("dtype") or part.dtype
-    return reduced(part.local.sum(sorted(dims), keepdim, dtype=_wide(dtype)) / count, part).to(dtype)
+    wide = dtype if _waits(part) else _wide(dtype)
+    return reduced(part.local.sum(sorted(dims), keepdim, dtype=wide) / count, part).to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which torch adds up elements of `dtype`: in 16 bits a sum may overflow where a mean fits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _waits(tensor: Any) -> bool:
+    """Whether a sum over ranks would wait for chunks of positions that are to come: it cannot be cast before."""
+    while isinstance(tensor, Distributed):
+        if tensor.axis.turns:
+            return True
+        tensor = getattr(tensor, "local", None)
+    return False
 
 
 def _extreme(op: str):
@@ -46,9 +67,20 @@ def _extreme(op: str):
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
         if len(func._schema.returns) > 1:
             return _extreme_and_place(op, part, keepdim)
-        return reduced(_local_extreme(op, part, dims, keepdim), part, op)
+        return _over_ranks(op, part, dims, keepdim)
 
     return run
+
+
+def _over_ranks(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.Tensor:
+    """Returns the max (min) over `dims` and over ranks; no number where some rank has none, as in one process."""
+    own = _local_extreme(op, part, dims, keepdim)
+    if not part.is_floating_point():
+        return reduced(own, part, op)
+    # a collective may pass over what is no number: whether there is one is sent beside, in the same message
+    unknown = own.isnan().to(own.dtype)
+    total, found = reduced(torch.stack([own, unknown if op == "max" else -unknown]), part, op).unbind(0)
+    return total.masked_fill(found != 0, math.nan)
 
 
 def _place_of_extreme(op: str):
@@ -57,7 +89,8 @@ def _place_of_extreme(op: str):
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
         # a place among all elements is one in the flattened tensor
         if bound.get("dim") is None:  # among all elements
-            return getattr(part.reshape(-1), f"arg{op}")(0)
+            place = getattr(part.reshape(-1), f"arg{op}")(0)
+            return place.reshape([1] * part.dim()) if keepdim else place
         return _extreme_and_place(op, part, keepdim)[1]
 
     return run
@@ -89,7 +122,7 @@ def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
 def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (extreme value, its index) along the cut dim; the first of equal ones. Two small reductions."""
     dim, n = part.dim_cut, part.owners.size
-    value = reduced(_local_extreme(op, part, {dim}, True), part, op)
+    value = _over_ranks(op, part, {dim}, True)
     mine = to_device(part.owners.indices(part.axis.index), part.device)
     at = mine.view([-1 if d == dim else 1 for d in range(part.dim())])
     same = (part.local == value) | (part.local != part.local)  # the second where it is no number
@@ -125,11 +158,21 @@ def _nonzero(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) 
 
 
 def _all(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    return _count(part, part.local == 0, dims, keepdim) == 0
+    return _truth(part, _count(part, part.local == 0, dims, keepdim) == 0)
 
 
 def _any(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    return _count(part, part.local != 0, dims, keepdim) > 0
+    return _truth(part, _count(part, part.local != 0, dims, keepdim) > 0)
+
+
+def _truth(part: Part, truth: torch.Tensor) -> torch.Tensor:
+    """Returns it in the dtype of torch's `all` and `any`, which for uint8 is none of truth values."""
+    return truth.to(torch.uint8) if part.dtype is torch.uint8 else truth
+
+
+def _each_or_named(x: torch.Tensor, arguments: dict[str, Any]) -> Iterable[int]:
+    """Returns the dims of `all` and `any`: an empty list names none here, where other reductions take all."""
+    return () if arguments.get("dim") in ([], ()) else named(x, arguments)
 
 
 def _count(part: Part, hits: torch.Tensor, dims: set[int], keepdim: bool) -> torch.Tensor:
@@ -145,7 +188,7 @@ def _prod(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
 
 
 def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> tuple[torch.Tensor, ...]:
-    return tuple(reduced(_local_extreme(op, part, dims, keepdim), part, op) for op in ("min", "max"))
+    return tuple(_over_ranks(op, part, dims, keepdim) for op in ("min", "max"))
 
 
 def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
@@ -157,7 +200,7 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
     if math.isinf(order):
         op = "max" if order > 0 else "min"
         sizes = part.with_local(part.local.abs().to(dtype))
-        return reduced(_local_extreme(op, sizes, dims, keepdim), part, op)
+        return _over_ranks(op, sizes, dims, keepdim)
     # how many are not 0 is a count, whatever the dtype
     if order == 0:
         return _count(part, part.local != 0, dims, keepdim).to(dtype)
@@ -179,12 +222,14 @@ def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     """Returns log sum exp over `dims`, the cut one among them: by the maximum over ranks and one sum."""
+    real = part.is_floating_point() or part.is_complex()
+    local = part.local if real else part.local.to(torch.get_default_dtype())
     along, empty = sorted(dims), not part.local.shape[part.dim_cut]
-    top = of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)
+    top = of_nothing(local, along, True, -torch.inf) if empty else local.amax(along, True)
     top = reduced(top, part, "max")
     # a row of -inf alone: -inf minus -inf would be no number
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
-    total = reduced((part.local - top).exp().sum(along, True), part).log() + top
+    total = reduced((local - top).exp().sum(along, True), part).log() + top
     return total if keepdim else total.squeeze(along)
 
 
@@ -198,7 +243,7 @@ REDUCTIONS: dict[str, Along | None] = {
     "prod": _prod, "aminmax": _least_and_most, "median": None, "nanmedian": None, "kthvalue": None, "mode": None,
 }  # fmt: skip
 for _name, _along in REDUCTIONS.items():
-    over(_name, along=_along)
+    over(_name, dims=_each_or_named if _name in ("all", "any") else named, along=_along)
 
 # those whose result over a cut dim is one small collective
 _SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})

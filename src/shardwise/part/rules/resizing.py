@@ -33,8 +33,10 @@ def interpolate(
     if not cut_dims:
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
-    # filters of many inputs for each output, and places of a rounding of its own: done whole (see `of_all`)
-    if antialias or mode not in ("nearest", _LINEAR.get(dims)):
+    linear = mode != "nearest"
+    # filters of many inputs for each output, places of a rounding of its own, bytes, whose weights are no bytes: done
+    # whole (see `of_all`)
+    if antialias or (linear and not input.is_floating_point()) or mode not in ("nearest", _LINEAR.get(dims)):
         return _interpolated_whole(input, *options)
     sizes, scales = _sizes(input.shape[2:], size, scale_factor, not recompute_scale_factor)
     if min(sizes) < 1:
@@ -42,7 +44,6 @@ def interpolate(
     # one rounding at the end for 16-bit fields, not one for each dim
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
     double, host = wide is torch.float64, on_host(input.device)
-    linear = mode != "nearest"
     # linear kernels copy what keeps its size, whatever the factor: a CPU's by dim, others where all dims keep theirs
     copied = linear and (host or sizes == list(input.shape[2:]))
     tables = [Table(n, m, linear, bool(align_corners), None if copied and n == m else s, double, host)

@@ -22,6 +22,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.dimwise import over
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import whole_inside
+from shardwise.part.rules.reductions import _wide
 from shardwise.part.sums import all_sum
 from shardwise.part.tensor import Part, facts, no_rule, rule
 from shardwise.part.tiles.entire import whole_without_rule
@@ -52,9 +53,10 @@ def run_lengths(part: Part) -> list[tuple[int, int]]:
 
 def scanned(func: Any, part: Part, dtype: torch.dtype | None) -> Part:
     """Returns the scan of a part along the dim that is cut. Collective."""
+    asked = dtype or part.dtype
     dim, me, runs, (scan, together) = part.dim_cut, part.axis.index, run_lengths(part), SUMS[facts(func).name]
     local = part.local.settled() if isinstance(part.local, Distributed) else part.local
-    local = local if dtype is None else local.to(dtype)
+    local = local.to(_wide(asked))  # of 16 bits in 32, as torch does: a run may overflow where the next takes it back
     nothing = scan(local.narrow(dim, 0, 0), dim)
     absent = nothing.sum(dim, keepdim=True, dtype=nothing.dtype)  # zeros, shaped as a last
     pieces: list[torch.Tensor | None] = []
@@ -71,7 +73,7 @@ def scanned(func: Any, part: Part, dtype: torch.dtype | None) -> Part:
             piece if piece is None or not run else together(carried.narrow(dim, run - 1, 1), piece)
             for run, piece in enumerate(pieces)
         ]
-    return part.with_local(torch.cat([piece for piece in pieces if piece is not None] or [nothing], dim))
+    return part.with_local(torch.cat([piece for piece in pieces if piece is not None] or [nothing], dim).to(asked))
 
 
 over(*SUMS, along=along_cut)

@@ -11,7 +11,15 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered, gathered_told
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_as
-from shardwise.part.rules.indexing import in_own_share, place_of, places_of, share_of_index, with_one_more
+from shardwise.part.rules.indexing import (
+    check_range,
+    in_own_share,
+    owned_alone,
+    place_of,
+    places_of,
+    share_of_index,
+    with_one_more,
+)
 from shardwise.part.rules.masks import MASKS, is_mask, put
 from shardwise.part.rules.writes import write
 from shardwise.part.sums import Sum, reduced
@@ -69,10 +77,12 @@ def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Te
 
 def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
     """Returns `x.scatter_add(dim, index, values)` along the cut dim, of plain values, each added at its owner."""
+    check_range(index, x.shape[dim], "index")
     owned, place = place_of(x, index)
     local = x.local
     if local.shape[dim]:
-        local = func(local, dim, place, values * owned)
+        read = values[tuple(slice(n) for n in index.shape)]  # the values may be more than the index names
+        local = func(local, dim, place, owned_alone(read, owned))
     return x if func._schema.is_mutable else x.with_local(local)
 
 

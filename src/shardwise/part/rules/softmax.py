@@ -14,7 +14,7 @@ from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.labels import Axes, label
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import share_as
-from shardwise.part.rules.reductions import of_nothing
+from shardwise.part.rules.reductions import _wide, of_nothing
 from shardwise.part.sums import reduced
 from shardwise.part.tensor import Part, is_part, no_rule, rule
 from shardwise.part.tiles.entire import whole_without_rule
@@ -32,17 +32,18 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     top = x.amax(dim, True) if x.shape[dim] else of_nothing(x, [dim], True, -torch.inf)
     top = reduced(top, part, "max")
     # a row that is masked as a whole has -inf as its maximum, and -inf minus -inf is no number
-    shifted = x - torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    # of 16 bits it is computed in 32, as torch does: a sum over a vocabulary may be more than they hold
+    shifted = x - torch.where(top == -torch.inf, torch.zeros_like(top), top).to(_wide(x.dtype))
     if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
         total = reduced(shifted.exp().sum(dim, True), part)
-        return part.with_local(_reusing(shifted, "sub", total.log()))
+        return part.with_local(_reusing(shifted, "sub", total.log()).to(x.dtype))
     exponents = _reusing(shifted, "exp")
     total = reduced(exponents.sum(dim, True), part)
     output = _reusing(exponents, "div", total)
     # it gives zeros for a row that is masked as a whole
     if func._schema.name == "aten::_safe_softmax":
         output = output.masked_fill(total == 0, 0.0)
-    return part.with_local(output)
+    return part.with_local(output.to(x.dtype))
 
 
 def _reusing(own: torch.Tensor, name: str, *args: torch.Tensor) -> torch.Tensor:
@@ -60,9 +61,10 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     if dim != part.dim_cut:
         return part.with_local(func(dy, y, *args[2:], **kwargs))
     if func._schema.name.endswith("_log_softmax_backward_data"):
-        total = reduced(dy.sum(dim, True), part)
-        dx = _reusing(_reusing(_reusing(y.exp(), "mul", total), "neg"), "add", dy)
+        total = reduced(dy.sum(dim, True, dtype=_wide(dy.dtype)), part)
+        dx = _reusing(_reusing(_reusing(y.to(_wide(y.dtype)).exp(), "mul", total), "neg"), "add", dy)
     else:
+        dy = dy.to(_wide(dy.dtype))
         dx = y * (dy - reduced((dy * y).sum(dim, True), part))
     return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
 
