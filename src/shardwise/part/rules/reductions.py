@@ -30,21 +30,21 @@ def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound:
     return _added_up(part.local.nansum, part, dims, keepdim, bound)
 
 
-def _added_up(add: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+def _added_up(add: Any, part: Part, dims: set[int], keepdim: bool, bound: dict, count: int = 1) -> torch.Tensor:
+    """Returns the sum over ranks of `add` over `dims` of each one's share, divided by `count`."""
     asked = bound.get("dtype")
     dtype = asked or part.dtype
-    if _wide(dtype) is dtype or _waits(part):
-        return reduced(add(sorted(dims), keepdim, dtype=asked), part)
+    as_it_is = _wide(dtype) is dtype or _waits(part)
     # one rank's sum may overflow where that of all does not
-    return reduced(add(sorted(dims), keepdim, dtype=_wide(dtype)), part).to(dtype)
+    own = add(sorted(dims), keepdim, dtype=asked if as_it_is else _wide(dtype))
+    total = reduced(own if count == 1 else own / count, part)
+    return total if as_it_is else total.to(dtype)
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     """Returns the mean over the cut dim and others: sums over ranks, divided by the whole count."""
     # the sum over ranks by the count of all: shares are of unequal length, and a mean of means weighs them alike
-    count, dtype = math.prod(part.shape[d] for d in dims), bound.get("dtype") or part.dtype
-    wide = dtype if _waits(part) else _wide(dtype)
-    return reduced(part.local.sum(sorted(dims), keepdim, dtype=wide) / count, part).to(dtype)
+    return _added_up(part.local.sum, part, dims, keepdim, bound, math.prod(part.shape[d] for d in dims))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
