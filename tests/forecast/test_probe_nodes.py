@@ -234,7 +234,7 @@ if __name__ == "__main__":
     collective_times.OFTEN = between_nodes.OFTEN = 4
     machine.pace_us = pace.pace_us = lambda device, rounds=1: 1000.0
     machine._stream, machine.disk_rate = lambda device: 1e10, lambda: 1e9
-    machine._op = lambda device, found: 5.0
+    machine._op = lambda device: 5.0
     machine._products = lambda pace, budget: machine.product_times((32, 64), pace, budget)
     machine.op_times = lambda pace, budget: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
     machine.measure_engine = steps

@@ -626,7 +626,7 @@ IN_TASKS = [
     (["verify", "mine:integers", "--plan", "dp_replicate=2"], 2, "give batch['x'].to(torch.float32)"),
     (["train", "mine:nan"], 1, "batch['x'] holds NaN in sample 5 of that step's batch"),
     (["train", "mine:infinite"], 1, "batch['y'] holds an infinite value in sample 3"),
-    (["verify", "mine:infinite", "--plan", "dp_replicate=2"], 1, "batch['y'] holds an infinite value in sample 3"),
+    (["verify", "mine:infinite", "--plan", "dp_replicate=2"], 2, "batch['y'] holds an infinite value in sample 3"),
     (["train", "mine:diverges"], 1, "Lower the learning rate"),
     (["train", "mine:no_weight"], 1, "every target is ignored, or a mask is empty"),
     (["verify", "mine:no_weight", "--plan", "dp_replicate=2"], 2, "every target is ignored or a mask is empty"),

@@ -45,7 +45,7 @@ PART = [
         "inside.narrow(dim, n - behind, behind).clone()", "inside.narrow(dim, 0, behind).clone()",
         "mutations.held_out_second_tasks:segments", "domain=2"),
     bug("a place from the end is counted from the beginning", "part.rules.slices:_slice_of",
-        "index = start % x.shape[dim]", "index = start", T + "scattered", "cp=2"),
+        "index = _from_start(start, x.shape[dim])", "index = start", T + "scattered", "cp=2"),
     bug("keywords beside assigned data are dropped", "part.assigned:Written.__torch_function__",
         "(args, kwargs or {}))", "(args, {}))", T + "assigned", "domain=2"),
     bug("a sum that is waited for loses its bias", "part.sum_rules:_like", "first.origin, added, first.spread",

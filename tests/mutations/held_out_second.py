@@ -40,8 +40,8 @@ STEP = [
         "_sum_tied(state, used)\n    return agree_stages(state, tally, square_norm(state))",
         "norm = square_norm(state)\n    _sum_tied(state, used)\n    return agree_stages(state, tally, norm)",
         M + "decoder_tied", "pp=2,microbatches=2", clip_norm=0.1),
-    bug("the loss scale grows with the micro-batches", "step.scaler:LossScale.factor", "total *= micro_batches",
-        "total /= micro_batches", NARROW, FP16 + ",accumulate=2"),
+    bug("the loss scale grows with the micro-batches", "step.scaler:LossScale.factor", "total * micro_batches",
+        "total / micro_batches", NARROW, FP16 + ",accumulate=2"),
     bug("a stage forgets what else it used", "step.pipelined:_tied_used", "return used | reached", "return reached",
         M + "decoder_tied", "pp=2,microbatches=2"),
 ]  # fmt: skip

@@ -138,7 +138,7 @@ PART = [
     bug("targets that do not count are in the mean", "part.rules.losses:nll_loss", "losses.sum() / total",
         "losses.sum() / target.numel()", T + "of_means", "tp=2"),
     bug("entries of another rank's indices are added", "part.rules.indexing:entries_here",
-        "local.gather(dim, place) * owned", "local.gather(dim, place)", T + "gathering", "cp=2"),
+        "owned_alone(local.gather(dim, place), owned)", "local.gather(dim, place)", T + "gathering", "cp=2"),
     bug("each rank takes off its own largest", "part.rules.reductions:_logsumexp",
         'top = reduced(top, part, "max")', "top = top + 0", T + "softened", "cp=2"),
     bug("running variances are biased", "part.rules.batch_norms:_keep", "var * count / (count - 1)", "var",

@@ -86,9 +86,9 @@ def test_a_task_that_one_process_cannot_run_in_a_precision_is_told(pool: RankPoo
 def test_the_first_loss_scale_is_chosen_by_the_weight_of_a_whole_step(pool: RankPool) -> None:
     """Of a batch in three micro-batches on two ranks, as the plain loop does: bugs that forget either are told."""
     effective = load(NARROW, values=[Given("plan", "dp_replicate=2,accumulate=3,precision=fp16", "the test")])
-    for old in ("", "total *= micro_batches"):
+    for old in ("", "total * micro_batches"):
         ranks: Any = (
-            BuggyPool(pool, Bug("", PLACES + "step.scaler:LossScale.factor", old, "pass", "", "")) if old else pool
+            BuggyPool(pool, Bug("", PLACES + "step.scaler:LossScale.factor", old, "total", "", "")) if old else pool
         )
         parity = verify_precision(make_job(effective), effective.plan, Settings(accumulate=3), ranks.run)
         assert parity.parity != bool(old), parity.text()

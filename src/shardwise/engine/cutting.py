@@ -70,7 +70,7 @@ def cut_forward(
 
     sample       a batch of a few samples
     inseparable  paths of modules inside which no stage may begin
-    Raises `RefusedPlan` as `cut_module` does, `InputError` where the forward fails in one process too.
+    Raises `RefusedPlan` as `cut_module` does, `InputError` for a forward that fails whole as well.
     """
     schedule = schedule_of(plan)
     available = samples_in(sample)

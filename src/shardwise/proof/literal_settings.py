@@ -138,7 +138,7 @@ def _fast_masks(seed: int) -> list[str]:
         for step, micro_batch, rank in places:
             plan = SimpleNamespace(world_size=1, data_ranks=1)
             state: Any = SimpleNamespace(global_random=None, seed=seed, steps_done=step, data_rank=rank, order=None,
-                                         plan=plan)  # fmt: skip
+                                         plan=plan, data_ranks=1)  # fmt: skip
             seed_masks(state, micro_batch, Share(None, 1, 0, 1))
             seeds.add(torch.default_generator.initial_seed())
     if len(seeds) == len(places):
