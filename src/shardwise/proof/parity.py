@@ -53,7 +53,7 @@ def verify(
     backend the accelerator's own ("nccl"), for ranks that share a device; by default they meet over gloo
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
     thorough   a second proof: 3 ranks of an axis of 2, 3 steps, odd batches, ties and zeros; a third in the plan's own
-               precision; about four times the cost
+               precision; three and a half times the cost
 
     pool   a `RankPool` to run in; one is made (and closed) where none is given
     say    is told what is being done
