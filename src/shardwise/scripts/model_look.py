@@ -116,8 +116,7 @@ def look_at_model(
     def evaluate(one: tuple[tuple, int]) -> Loss:
         """Returns what stands for the loss on one of `batches`, (call, samples of it); notes its outputs' shapes."""
         call, count = one
-        # by identity: `batches.index` would compare tensors
-        at = next(at for at, asked in enumerate(batches) if asked is one)
+        at = next(at for at, asked in enumerate(batches) if asked is one)  # `batches.index` would compare tensors
         try:
             with gate.closed():
                 leaves = outputs(engine.module, call)
