@@ -290,6 +290,13 @@ def _of(model) -> Task:
     return Task(model=model, batch=lambda step: None, inputs=lambda batch: ((batch,), {}), loss=lambda out, batch: None)
 
 
+def test_flops_of_torchs_own_transformer_layers_are_counted() -> None:
+    """Without gradients torch runs such a layer as one operation, of which its counter knows nothing."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    counted = count_flops(_of(lambda: layer.eval()), torch.ones(1, 5, 16), None).per_sample
+    assert counted is not None and counted >= 6 * 5 * (4 * 16 * 16 + 2 * 16 * 32)
+
+
 def test_flops_of_a_linear_layer_by_hand():
     def layer():
         return torch.nn.Linear(4, 8, bias=False)

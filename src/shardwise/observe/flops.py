@@ -14,6 +14,8 @@ for MFU (Chowdhery et al. 2022, appendix B).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +61,24 @@ def count_flops(task: Task, sample: Any, tokens_per_sample: int | None) -> Flops
             counter = FlopCounterMode(display=False)
             counter.flop_registry |= _ON_CPUS
             counter.mod_tracker = _AsOne()
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), counter:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), _taken_apart(), counter:
                 forward_without_values(task, sample)
             return Flops(3.0 * counter.get_total_flops(), BY_COUNTING)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return Flops(6.0 * tokens_per_sample * _multiplied(task.model()), BY_PARAMETERS)
     except Exception as error:  # any model may need values; a run needs no FLOPs
         return Flops(None, f"not counted: the model does not run on shapes alone ({type(error).__name__})")
+
+
+@contextmanager
+def _taken_apart() -> Iterator[None]:
+    """Context: torch's own transformer layers run by products, not by one operation that the counter does not know."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _AsOne:
