@@ -339,6 +339,19 @@ EXPERT = [
     bug("experts of a list that ran elsewhere count as not reached",
         "parallel.expert.two_passes:ListedExperts._beside", "if param.requires_grad", "if False",
         "listed_tasks:by_index", "dp_shard=2,ep=2"),
+    bug("another expert of a stack computes the rows", "parallel.expert.stacked:StackedExperts.call",
+        "expert - self.first, list", "0, list", "stacked_tasks:looped", "dp_shard=2,ep=2"),
+    bug("of stacked weights an einsum over all has the first expert's", "parallel.expert.ways:AllExperts.weights",
+        "narrow(0, place, 1)", "narrow(0, 0, 1)", "stacked_tasks:dense", "dp_shard=2,ep=2"),
+    bug("results of weights picked by index stay in the experts' order", "parallel.expert.ways:PickedExperts.joined",
+        "done[order.argsort()]", "done", "stacked_tasks:picked", "dp_shard=2,ep=2"),
+    bug("rows of picked weights are those of another token", "parallel.expert.ways:PickedExperts.calls",
+        "leaf[order // max(picks, 1)]", "leaf[order % leaf.shape[0]]", "stacked_tasks:picked", "dp_shard=2,ep=2"),
+    bug("a stack of which no expert here was called has no gradient", "parallel.expert.stacked:StackedExperts._beside",
+        "if param is not None and param.requires_grad", "if False", "stacked_tasks:one_of_four", "dp_shard=2,ep=2"),
+    bug("what follows an expert's last product is left out", "parallel.expert.expert_notes:_evaluate",
+        "for result in noted.behind():", "for result in noted.behind()[-1:-1]:", "stacked_tasks:written",
+        "dp_shard=2,ep=2"),
 ]  # fmt: skip
 
 MORE = [

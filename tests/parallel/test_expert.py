@@ -163,7 +163,6 @@ def test_three_tensors_of_other_shapes_are_no_call_of_experts() -> None:
 
 
 REFUSED = {
-    "dealt before": (expert_tasks.dealt, "'0.experts' holds 4 stacked matrices and is given .*: use tp, or ep=1"),
     "tokens together": (partial(expert_tasks.net, expert_tasks.Together), "on other tokens"),
     "choices together": (partial(expert_tasks.net, expert_tasks.Normalised), "the token's other experts"),
     "chance": (partial(expert_tasks.net, expert_tasks.Dropping), "or on chance"),

@@ -51,13 +51,13 @@ def _from_rank_0(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
     """Returns, on every rank, the stacks that `find()` returns on rank 0. Collective."""
     rows = of_first(  # as JSON, which keeps no classes and makes lists of tuples
         lambda: [[s.path, s.experts, s.names, s.call and [s.call.rows, s.call.index, s.call.weight], s.counters,
-                  s.sums, s.members, s.keys, s.draws] for s in find()],
+                  s.sums, s.members, s.keys, s.draws, s.program] for s in find()],
         mesh.world, mesh.device,
     )  # fmt: skip
     return [
         Stack(path, experts, tuple(names), call and ExpertCall(*call), tuple(counters), tuple(map(tuple, sums)),
-              tuple(members), tuple(keys), draws)
-        for path, experts, names, call, counters, sums, members, keys, draws in rows
+              tuple(members), tuple(keys), draws, program)
+        for path, experts, names, call, counters, sums, members, keys, draws, program in rows
     ]  # fmt: skip
 
 

@@ -61,6 +61,9 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
         raise Untried(f"{elements:.2g} parameters are many to hold in float64")
     # a choice may by chance come out alike with one set of weights
     draws = DRAWS if elements <= MOST_DRAWN else 1
+    # of a large model each sample costs seconds, and two of them show a choice that is made for both at once
+    if elements > MOST_DRAWN and task.loss_scope != "global":
+        whole = slice_samples(whole, 0, 2)
     count = samples_in(whole)
     alone = [slice_samples(whole, place, place + 1) for place in range(count)]
     for weights_seed in range(seed, seed + draws):

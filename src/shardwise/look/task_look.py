@@ -65,7 +65,9 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
 
 def _refuse_dealt(state: RankState, findings: Findings) -> None:
     """Raise `RefusedPlan` for a buffer made of samples within experts that ep deals: a rank's rows are not its own."""
-    paths = [f"{stack.path}." for stack in state.experts.stacks] if state.experts is not None else []
+    stacks = state.experts.stacks if state.experts is not None else []
+    # a mixture that deals its rows itself has its own rank's: only what its experts make is of others'
+    paths = [f"{path}." for stack in stacks for path in (stack.members if stack.chooses else (stack.path,))]
     if lost := [name for name in findings.joined if name.startswith(tuple(paths))]:
         raise RefusedPlan(
             f"'{lost[0]}' is made of the tokens of each expert, of which a rank of ep holds some: make it in the "

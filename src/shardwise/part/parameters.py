@@ -265,6 +265,8 @@ def _reader(leaf: str):
         param, cutting = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
         if param is None or cutting is None:  # another object that the module made of its own class
             raise AttributeError(leaf)  # Python then asks `__getattr__`
+        if leaf in self.__dict__:  # what stands for the experts of all ranks (parallel/expert/stacked)
+            return self.__dict__[leaf]
         outside = self.__dict__.get("_read_outside")
         # code beside the forward (a script's optimizer, say) works on this rank's own share
         if outside is not None and outside():

@@ -36,6 +36,8 @@ from torch import nn
 
 from shardwise.comm import Axis, Gathering, Trail, sum_over
 from shardwise.parallel.expert.exchange import of_own_rows, through_owners
+from shardwise.parallel.expert.expert_program import ExpertProgram
+from shardwise.parallel.expert.stacked import StackedExperts
 from shardwise.parallel.expert.two_passes import Key, ListedExperts
 from shardwise.parallel.slots import ValueOf
 from shardwise.part.crossing import axes_of
@@ -83,7 +85,8 @@ class Stack:
 
     A module that chooses by itself (`choosing`), for its own rows alone, has experts=0. One whose experts are modules
     of their own (`listed`) has `members`, their paths, and `keys`, the arguments by which each is given its rows; its
-    `call` is None where it may not be given a rank's own rows alone. `draws`: members draw (dropout).
+    `call` is None where it may not be given a rank's own rows alone. `draws`: members draw (dropout). One that deals
+    rows to its stacked weights itself (`stacked`) has `program`, an expert's operations as text.
     """
 
     path: str
@@ -95,11 +98,12 @@ class Stack:
     members: tuple[str, ...] = ()
     keys: tuple[Key, ...] = ()
     draws: bool = False
+    program: str = ""
 
     @property
     def chooses(self) -> bool:
         """Whether its forward chooses which expert gets which row."""
-        return bool(self.members) or not self.experts
+        return bool(self.members or self.program) or not self.experts
 
 
 @dataclass(frozen=True)
@@ -194,16 +198,32 @@ def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *,
     module.register_forward_hook(lambda m, a, o: trail.mark(_END))
     for stack in experts.stacks:
         child = module.get_submodule(stack.path)
-        dispatch = _dispatched_by_members if stack.members else _dispatched
+        dispatch = _dispatched_in_turns if stack.members or stack.program else _dispatched
         dispatched = dispatch(module, child, stack, experts.axis, trail)
-        child.forward = torch.compiler.disable(dispatched) if traced else dispatched
+        child.forward = _uncompiled(dispatched) if traced else dispatched
 
 
-def _dispatched_by_members(module: nn.Module, child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
+def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that a compiler leaves alone, be it asked to compile this very one."""
+    disabled = torch.compiler.disable(forward)
+
+    # `torch.compile` of a disabled function takes the function inside: this one it breaks at the call
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs)
+
+    return run
+
+
+def _dispatched_in_turns(module: nn.Module, child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
     """Returns a forward that runs twice, around an exchange of the rows that it gives to its experts."""
     own = child.forward
-    members = [module.get_submodule(path) for path in stack.members]
-    listed = ListedExperts(stack.path, members, stack.keys, axis, draws=stack.draws)
+    if stack.program:
+        leaves = [name.removeprefix(f"{stack.path}.") for name in stack.names]
+        program = ExpertProgram.decoded(stack.program)
+        listed: ListedExperts = StackedExperts(stack.path, child, leaves, stack.experts, axis, program)
+    else:
+        members = [module.get_submodule(path) for path in stack.members]
+        listed = ListedExperts(stack.path, members, stack.keys, axis, draws=stack.draws)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         trail.mark(f"the experts '{stack.path}'")

@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert.choosing import Choices, sums_of_rows
 from shardwise.parallel.expert.expert_forward import ExpertCall, Stack, counting, other_forwards
-from shardwise.parallel.expert.listed import ListedCalls, alike_lists, dealt_lists
+from shardwise.parallel.expert.find_stacked import StackedReads, dealt_stacked
+from shardwise.parallel.expert.listed import alike_lists, dealt_lists
 from shardwise.parallel.expert.trial_weights import random_weight, random_weights
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake
@@ -54,33 +55,26 @@ def find_experts(
     run    (module, batch) -> anything: one forward as the engine runs it, on tensors of `dtype_of` each
     Raises `RefusedPlan` with the reason where there is none, or one that is experts by its call and fails the trial.
     """
-    calls, touched, by_expert, listed = _look(built, batch, run, dtype_of)
+    calls, touched, listed = _look(built, batch, run, dtype_of)
     module = built.module
     stacks = [_tried(built, path, seen, ranks) for path, seen in calls.items()]
     of_lists, reasons = dealt_lists(built, listed, ranks)
     stacks += of_lists
-    # no module is called with tokens and experts: the reason depends on how this one deals its rows
-    if not stacks and by_expert:
-        path, shape = next(iter(by_expert.items()))
-        raise RefusedPlan(
-            f"ep={ranks}: '{path}' holds {shape[0]} stacked matrices and is given {shape}: rows for each of them, "
-            "dealt by the module around it. ep sends pairs of token and expert itself, and needs a module called with "
-            "tokens (T, H), experts (T, k) as integers and weights (T, k). tp cuts the matrices of "
-            "such a product: use tp, or ep=1"
-        )
+    of_stacked, more = dealt_stacked(built, listed, stacks, ranks)
+    stacks, reasons = [*stacks, *of_stacked], [*more, *reasons]
     if not stacks and reasons:
         raise RefusedPlan(f"ep={ranks}: {reasons[0]}: tp and zero=3 take it as it is; use those, or ep=1")
     if not stacks:
         raise RefusedPlan(
             f"ep={ranks}: no experts were found: modules in a list, each given rows that were chosen and that do not "
-            "hang on what another gave, or a module that holds parameters (E, ...) and is called with tokens (T, H), "
-            "experts (T, k) as integers and weights (T, k). Stacked experts that an einsum deals are held in such a "
-            "module, which loops over len(self.w) and is given weights of 0 for what is dropped "
-            "(docs/techniques/expert.md has it); tp and zero=3 take them as they are"
+            "hang on what another gave; a module that chooses rows (topk, argmax, a mask) for stacked parameters "
+            "(E, ...) of three dims or more; or one that holds such and is called with tokens (T, H), experts (T, k) "
+            "as integers and weights (T, k) (docs/techniques/expert.md); tp and zero=3 take the module as it is"
         )
     for stack in stacks:
         if not stack.members:  # those have been asked (`_dealt_lists`)
-            _refuse_shared(module, stack, touched, ranks)
+            # of a mixture that deals its rows itself, reads elsewhere have been looked for (`StackedReads`)
+            _refuse_shared(module, stack, set() if stack.program else touched, ranks)
     return stacks
 
 
@@ -109,7 +103,7 @@ def holds_experts(
 ) -> bool:  # fmt: skip
     """Returns whether any module is called as experts are; see `find_experts`."""
     look = _look(built, batch, run, dtype_of)
-    return bool(look.calls or look.listed.calls())
+    return bool(look.calls or look.listed.calls() or any(look.listed.mixtures()))
 
 
 def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: int) -> None:
@@ -162,14 +156,12 @@ class _Look(NamedTuple):
 
     calls      of candidates, by path
     touched    names of parameters that are used outside of candidates
-    by_expert  path of a module of stacked matrices that is given rows of each, and the shape of these
     listed     which lists of modules are called as experts are
     """
 
     calls: dict[str, CandidateCall]
     touched: set[str]
-    by_expert: dict[str, tuple[int, ...]]
-    listed: ListedCalls
+    listed: StackedReads
 
 
 def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> _Look:
@@ -186,7 +178,6 @@ def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: F
     module = built.module
     state = ModuleState(module)
     calls: dict[str, CandidateCall] = {}
-    by_expert: dict[str, tuple[int, ...]] = {}
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if fake is None:
@@ -196,23 +187,21 @@ def _forward(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: F
 
     batch = batch if fake is None else given_to(fake, batch)
     try:
-        with standing_in(module, make) as named, _watched(module, calls, by_expert), torch.random.fork_rng(devices=[]):
-            touched, listed = _Touched({id(param): name for name, param in named.items()}), ListedCalls(module)
+        with standing_in(module, make) as named, _watched(module, calls), torch.random.fork_rng(devices=[]):
+            touched, listed = _Touched({id(param): name for name, param in named.items()}), StackedReads(module, named)
             known = nullcontext() if fake is None else values(fake, draws=True)
             with torch.enable_grad(), known, known_values_read(), touched, listed.watching():
                 run(module, batch)
     finally:
         state.restore()
-    return _Look(calls, touched.seen, by_expert, listed)
+    return _Look(calls, touched.seen, listed)
 
 
-def _watched(
-    module: nn.Module, calls: dict[str, CandidateCall], by_expert: dict[str, tuple[int, ...]]
-) -> AbstractContextManager[None]:
+def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> AbstractContextManager[None]:
     """Context: candidates note their calls, and return tensors of the right shape instead of computing."""
     return other_forwards(
         {
-            child: _recorder(child, path, calls, by_expert)
+            child: _recorder(child, path, calls)
             for path, child in module.named_modules()
             if path and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _first_dims(child)
         }
@@ -229,20 +218,13 @@ def _first_dims(child: nn.Module) -> list[int]:
     return sorted(elements, key=lambda size: -elements[size])
 
 
-def _recorder(
-    child: nn.Module, path: str, calls: dict[str, CandidateCall], by_expert: dict[str, tuple[int, ...]]
-) -> Callable:
+def _recorder(child: nn.Module, path: str, calls: dict[str, CandidateCall]) -> Callable:
     """Returns a forward that notes the call in `calls` and returns empty rows, if it is a call of experts."""
     own = child.forward
-    stacked = [param.shape for param in child._parameters.values() if param is not None and param.dim() == 3]
-    matrices = {(count, width) for count, *sides in stacked for width in sides}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = read_call(args, kwargs)
-        # stacked matrices that are given rows for each, dealt by the module around: named if no experts are found
         if call is None:
-            shapes = [tuple(x.shape) for x in tensors_in((args, kwargs)) if x.dim() > 2]
-            by_expert.update((path, shape) for shape in shapes if (shape[0], shape[-1]) in matrices)
             return own(*args, **kwargs)
         rows, index, *_ = call.read(args, kwargs)
         emptied = tree_map_only(torch.Tensor, lambda tensor: None, (args, kwargs))

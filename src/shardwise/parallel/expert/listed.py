@@ -30,6 +30,7 @@ from shardwise.comm import Axis
 from shardwise.errors import RunError
 from shardwise.parallel.expert.choosing import Chosen, read_rows, sums_of_rows
 from shardwise.parallel.expert.expert_forward import Stack
+from shardwise.parallel.expert.expert_tensor import ReadOtherwise
 from shardwise.parallel.expert.trial_weights import alike_weights, random_weights
 from shardwise.parallel.expert.two_passes import Key, ListedExperts, RowsAsked, rows_of
 from shardwise.python_seeds import python_restored
@@ -104,6 +105,7 @@ class ListedCalls(TorchDispatchMode):
         self._of = {member: group for group in self.lists for member in group.members}
         self._weights = {id(param): (name, group) for group in self.lists for member, path in group.members.items()
                          for name, param in member.named_parameters(prefix=path)}  # fmt: skip
+        self.watched = bool(self.lists)
         self._running: list[tuple[nn.Module, tuple, dict]] = []
         self._chose: set[tuple[nn.Module, ...]] = set()  # the modules that ran while something was chosen
         self.outside: set[str] = set()
@@ -122,7 +124,7 @@ class ListedCalls(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Context: notes which modules run."""
         handles = []
-        for child in self.paths if self.lists else ():
+        for child in self.paths if self.watched else ():
             handles += [
                 child.register_forward_pre_hook(self._entered, with_kwargs=True),
                 child.register_forward_hook(lambda m, a, o: self._left(), always_call=True),
@@ -147,7 +149,7 @@ class ListedCalls(TorchDispatchMode):
         calls = []
         for group in self.lists:
             if group.caller is not None and group.routed and self._chooses(group):
-                args, kwargs = tree_map_only(torch.Tensor, _described, group.given)
+                args, kwargs = tree_map_only(torch.Tensor, described, group.given)
                 keys = group.keys if group.alike else None
                 calls.append(ListedCall(self.paths[group.caller], tuple(group.members.values()), args, kwargs, keys))
         return calls
@@ -175,7 +177,7 @@ def alike_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 @dataclass(frozen=True)
-class _Described:
+class Described:
     """A tensor of a call: its shape and dtype, and the values of integers where they are known."""
 
     shape: tuple[int, ...]
@@ -183,9 +185,9 @@ class _Described:
     values: torch.Tensor | None
 
 
-def _described(tensor: torch.Tensor) -> _Described:
+def described(tensor: torch.Tensor) -> Described:
     values = shadow(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
-    return _Described(tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else values)
+    return Described(tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else values)
 
 
 # --- what is dealt
@@ -276,20 +278,21 @@ class Chained(Exception):
 Make = Callable[[torch.dtype, torch.Generator], Callable[[str, torch.Tensor], torch.Tensor]]
 
 
-def try_listed(module: nn.Module, call: ListedCall, make: Make) -> bool:
+def try_listed(module: nn.Module, call: ListedCall, make: Make, listed: ListedExperts | None = None) -> bool:
     """Returns whether experts draw. Raises `FailedTrial`, or `Chained`, where two forwards do not give what one gives.
 
-    make  (dtype, generator) -> function that gives random weights by (name in the mixture, parameter)
+    make    (dtype, generator) -> function that gives random weights by (name in the mixture, parameter)
+    listed  what runs the mixture twice; None: the call's members
     """
     if call.keys is None:
         raise FailedTrial("its modules are called with other things than rows (n, ...) alone, or in several ways")
     try:
-        return _try_in(torch.float64, module, call, make)
+        return _try_in(torch.float64, module, call, make, listed)
     except (FailedTrial, Chained):
         raise
     except Exception as error:  # kernels without float64, or anything of the module's own
         try:
-            return _try_in(torch.float32, module, call, make)
+            return _try_in(torch.float32, module, call, make, listed)
         except (FailedTrial, Chained):
             raise
         except Exception:
@@ -297,7 +300,9 @@ def try_listed(module: nn.Module, call: ListedCall, make: Make) -> bool:
             raise FailedTrial(f"it fails on random weights ({told})") from error
 
 
-def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make) -> bool:
+def _try_in(
+    dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make, given: ListedExperts | None
+) -> bool:  # fmt: skip
     """Returns whether experts draw. Raises `FailedTrial`, or `Chained`, unless two forwards give what one gives.
 
     On random weights of this dtype. What is drawn by torch's operations is one number for all: two forwards draw in
@@ -318,11 +323,13 @@ def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make)
                 param.requires_grad_(param.numel() <= _COMPARED)
             one = _result(child, inputs, compared, generator)
             state.restore()
-            listed = ListedExperts(call.path, experts, call.keys or (), Axis.alone("ep"))
+            listed = given or ListedExperts(call.path, experts, call.keys or (), Axis.alone("ep"))
             own = child.forward
             try:
                 two = _result(lambda *a, **k: listed.run(child, own, a, k), inputs, compared, generator)
             except RunError as error:
+                if isinstance(error.__cause__, ReadOtherwise):
+                    raise FailedTrial(str(error.__cause__)) from error
                 raise Chained("rows change once experts give results") from error
             if not _same(one, two, dtype):
                 raise Chained("two forwards do not give what one gives")
@@ -337,14 +344,14 @@ def _try_in(dtype: torch.dtype, module: nn.Module, call: ListedCall, make: Make)
 def _inputs(call: ListedCall, dtype: torch.dtype, generator: torch.Generator) -> tuple[tuple, dict]:
     """Returns arguments of a mixture's call: random floats, integers as they were."""
 
-    def made(form: _Described) -> torch.Tensor:
+    def made(form: Described) -> torch.Tensor:
         if form.dtype.is_floating_point:
             return torch.randn(form.shape, generator=generator, dtype=dtype).requires_grad_()
         if form.values is None:
             raise FailedTrial("it is called with integers whose values are not known before the first step")
         return form.values.clone()
 
-    return tree_map_only(_Described, made, (call.args, call.kwargs))
+    return tree_map_only(Described, made, (call.args, call.kwargs))
 
 
 Outcome = tuple[list[torch.Tensor], list[torch.Tensor | None]]

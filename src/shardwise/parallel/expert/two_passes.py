@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +70,16 @@ class ListedExperts:
         self, path: str, experts: Sequence[nn.Module], keys: tuple[Key, ...], axis: Axis, *, draws: bool = False
     ):
         self.path, self.experts, self.keys, self.axis, self.draws = path, experts, keys, axis, draws
-        self.here = len(experts) // axis.size
-        self.first = axis.index * self.here
+        self.count = len(experts)
+        self._divide()
         self._forms: dict[Any, tuple[int, ...]] = {}  # of results, by that of the rows
         self._own: dict[int, Callable[..., Any] | None] = {}  # their forwards, while others answer
         self._changing: list[tuple[dict[str, Any], str]] = []  # (table, key) of what a forward of the mixture writes
+
+    def _divide(self) -> None:
+        """Sets how many experts lie here, and which is the first."""
+        self.here = self.count // self.axis.size
+        self.first = self.axis.index * self.here
 
     def run(self, child: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Returns what `forward`, the mixture's own, gives. Collective over the axis.
@@ -88,8 +93,8 @@ class ListedExperts:
         for put_back in as_before:
             put_back()
         replies = iter(zip(asked, results, strict=True))
-        with self._answering(lambda expert, a, k: self._replied(replies, expert, a, k)):
-            made = forward(*args, **kwargs)
+        with self._answering(lambda expert, a, k: self._replied(replies, expert, a, k)) as finished:
+            made = finished(forward(*args, **kwargs))
         if next(replies, None) is not None:
             raise self._differs()
         # what comes next is not to draw what experts drew
@@ -103,21 +108,21 @@ class ListedExperts:
         """Returns the calls of experts that a forward of the mixture makes; what it writes is put back."""
         asked: list[RowsAsked] = []
         before = ModuleState(child, only=self._changing or _own_state(child, self.experts))
-        with self._answering(lambda expert, a, k: self._noted(asked, expert, a, k)):
-            forward(*args, **kwargs)
+        with self._answering(lambda expert, a, k: self._noted(asked, expert, a, k)) as finished:
+            finished(forward(*args, **kwargs))
         # of all attributes (a configuration among them) the first forward shows which are written
         self._changing = self._changing or [*before.changed(), *_buffers(child, self.experts)]
         before.restore()
         return asked
 
     @contextmanager
-    def _answering(self, answer: Callable[[int, tuple, dict], Any]) -> Iterator[None]:
-        """Context: the n-th expert's forward gives `answer(n, args, kwargs)`."""
+    def _answering(self, answer: Callable[[int, tuple, dict], Any]) -> Iterator[Callable[[Any], Any]]:
+        """Context: the n-th expert's forward gives `answer(n, args, kwargs)`; yields what completes a result."""
         with ExitStack() as below:
             for number, expert in enumerate(self.experts):
                 answered = lambda *args, number=number, **kwargs: answer(number, args, kwargs)  # noqa: E731
                 self._own[number] = below.enter_context(_with_forward(expert, answered))
-            yield
+            yield lambda made: made
 
     def _noted(self, asked: list[RowsAsked], expert: int, args: tuple, kwargs: dict) -> torch.Tensor:
         """Returns zeros for the expert's result, and appends the call to `asked`; `RunError` if given no rows."""
@@ -154,7 +159,7 @@ class ListedExperts:
     def _computed(self, asked: list[RowsAsked], inputs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns ([result of each call], [tensors without elements to which the mixture's result must be tied])."""
         table, forms = self._told(asked)
-        called = [expert for expert in range(len(self.experts)) if any(row[expert] for row in table)]
+        called = [expert for expert in range(self.count) if any(row[expert] for row in table)]
         if not called:
             return [], []
         order = sorted(range(len(asked)), key=lambda number: asked[number].expert)
@@ -174,17 +179,20 @@ class ListedExperts:
         results = [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
         return results, self._beside(called) + ([] if asked else [back])
 
+    def _device(self) -> torch.device:
+        return next(self.experts[self.first].parameters()).device
+
     def _held_by(self, rank: int) -> slice:
         return slice(rank * self.here, (rank + 1) * self.here)
 
     def _told(self, asked: list[RowsAsked]) -> tuple[list[list[int]], list[tuple[int, ...]]]:
         """Returns ([of each rank, for each expert: 0 if not called, else 1 + rows], forms of rows and of results)."""
-        counts = [0] * len(self.experts)
+        counts = [0] * self.count
         for call in asked:
             counts[call.expert] = max(counts[call.expert], 1) + call.rows
         own = [_form(tensor) for tensor in asked[0].tensors] if asked else [(0,) * _FORM] * len(self.keys)
         own.append(self._form_of_result(asked[0].tensors) if asked else (0,) * _FORM)
-        device = next(self.experts[self.first].parameters()).device
+        device = self._device()
         mine = [*counts, *itertools.chain.from_iterable(own)]
         table = self._of_all(mine, device) if self.axis.rehearsal is None else _rehearsed(mine, self.axis, len(counts))
         # a rank that calls no expert learns from another what rows look like
@@ -235,11 +243,14 @@ class ListedExperts:
         key = (*map(_form, tensors), *dtypes)
         if key not in self._forms:
             # selective recompute counts operations, and these are in one of its two forwards alone
-            own = _with_forward(self.experts[self.first], self._own[self.first])
-            with own, torch.no_grad(), _disable_current_modes():
+            with self._own_forward(), torch.no_grad(), _disable_current_modes():
                 ones = [tensor.detach().new_ones((1, *tensor.shape[1:])) for tensor in tensors]
                 self._forms[key] = _form(whole(self.call(self.first, ones)))
         return self._forms[key]
+
+    def _own_forward(self) -> AbstractContextManager[Any]:
+        """Context: the first expert here computes, while others answer for it."""
+        return _with_forward(self.experts[self.first], self._own[self.first])
 
     def _result_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype:
         return _DTYPES[self._form_of_result(tensors)[0]]

@@ -1,0 +1,133 @@
+"""Which form operations on stacked weights give, and which dim of it counts experts: asked on the meta device.
+
+With one expert more, exactly one dim of a result of all experts is larger by one: that counts experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, noted_of
+from shardwise.parallel.expert.ways import AllExperts, OneExpert
+
+Forms = list[torch.Tensor]
+
+
+def forms_of_rows(func: Callable, args: tuple, kwargs: dict) -> list[Forms] | None:
+    """Returns the form of each result of an operation, in a list of one; None where it gives other than tensors."""
+    forms = _on_forms(func, args, kwargs, 0)
+    return None if forms is None else [[form] for form in forms]
+
+
+def forms_of_all(func: Callable, args: tuple, kwargs: dict, experts: int) -> list[tuple[OneExpert, Forms]] | None:
+    """Returns (way, [form, form with one expert more]) of each result of an operation on all experts at once.
+
+    None where the operation mixes experts, or gives other than tensors.
+    """
+    if func is torch.einsum and _einsum_sums_experts(args):
+        return None
+
+    def grown(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ExpertTensor):
+            return leaf
+        dim = dim_of_experts(func, args, kwargs, leaf, experts)
+        return leaf if dim is None else _Grown(leaf, dim)
+
+    grown_args, grown_kwargs = tree_map(grown, (args, kwargs))
+    now, more = (_on_forms(func, grown_args, grown_kwargs, place) for place in (0, 1))
+    if now is None or more is None:
+        return None
+    results: list[tuple[OneExpert, Forms]] = []
+    for form, larger in zip(now, more, strict=True):
+        if form.dim() != larger.dim():
+            return None
+        dims = [dim for dim in range(form.dim()) if form.shape[dim] != larger.shape[dim]]
+        if len(dims) != 1 or (form.shape[dims[0]], larger.shape[dims[0]]) != (experts, experts + 1):
+            return None
+        results.append((AllExperts(made_dim=dims[0], dim=dims[0]), [form, larger]))
+    return results
+
+
+def dim_of_experts(func: Callable | None, args: tuple, kwargs: dict, leaf: Any, experts: int) -> int | None:
+    """Returns which dim of an argument beside `ExpertTensor`s (or `NotedResult`s) of all experts counts these."""
+    shape = leaf.forms[0].shape if isinstance(leaf, NotedResult) else leaf.shape
+    if func is torch.einsum:
+        labels, tensors = _labels(args)
+        ways = ((names, _way_of(tensor)) for names, tensor in zip(labels, tensors, strict=False))
+        label = next((names[way.dim] for names, way in ways if way is not None), None)
+        names = next((names for names, tensor in zip(labels, tensors, strict=False) if tensor is leaf), "")
+        return names.index(label) if label is not None and label in names else None
+    # broadcasting and batched products pair dims from the last one on
+    for other in tree_leaves((args, kwargs)):
+        way = _way_of(other)
+        if way is not None:
+            dim = len(shape) - (noted_of(other).forms[0].dim() - way.dim)
+            return dim if dim >= 0 and shape[dim] == experts else None
+    return None
+
+
+class _Grown:
+    """A tensor of rows of each expert: its form, and that with one expert more."""
+
+    def __init__(self, tensor: torch.Tensor, dim: int):
+        shape = list(tensor.shape)
+        shape[dim] += 1
+        self.forms = [torch.empty(size, dtype=tensor.dtype, device="meta") for size in (tensor.shape, shape)]
+
+
+def _form(leaf: Any, place: int) -> Any:
+    if isinstance(leaf, _Grown):
+        return leaf.forms[place]
+    if isinstance(leaf, ExpertTensor):
+        return leaf.noted.forms[place]
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _on_forms(func: Callable, args: tuple, kwargs: dict, place: int) -> tuple[torch.Tensor, ...] | None:
+    """Returns the function's results on the meta device; None where it gives other than tensors, or fails."""
+    with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        call = tree_map(lambda leaf: _form(leaf, place), (args, kwargs))
+        # under autocast operands have dtypes that meet on other devices alone: then all in one
+        for of_dtypes in (lambda: call, lambda: tree_map_only(torch.Tensor, _in_float32, call)):
+            try:
+                plain_args, plain_kwargs = of_dtypes()
+                results = func(*plain_args, **plain_kwargs)
+            except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
+                continue
+            # named results, and a list of one, are rare enough to want values
+            several = list(results) if type(results) in (tuple, list) and len(results) > 1 else [results]
+            return tuple(several) if all(isinstance(result, torch.Tensor) for result in several) else None
+    return None
+
+
+def _in_float32(form: torch.Tensor) -> torch.Tensor:
+    return form.to(torch.float32) if form.is_floating_point() else form
+
+
+def _way_of(leaf: Any) -> AllExperts | None:
+    noted = noted_of(leaf)
+    return noted.way if isinstance(noted, NotedResult) and isinstance(noted.way, AllExperts) else None
+
+
+def _labels(args: tuple) -> tuple[list[str], list[Any]]:
+    """Returns (labels of each operand of an einsum, the operands); none where they are given otherwise."""
+    if not args or not isinstance(args[0], str) or "." in args[0]:
+        return [], []
+    tensors = list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else list(args[1:])
+    return args[0].replace(" ", "").split("->")[0].split(","), tensors
+
+
+def _einsum_sums_experts(args: tuple) -> bool:
+    labels, tensors = _labels(args)
+    if not labels or "->" not in args[0]:
+        return True
+    result = args[0].replace(" ", "").split("->")[1]
+    dims = ((names, _way_of(tensor)) for names, tensor in zip(labels, tensors, strict=False))
+    return any(way is not None and names[way.dim] not in result for names, way in dims)

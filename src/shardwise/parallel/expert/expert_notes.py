@@ -1,0 +1,307 @@
+"""Note what the forward of a mixture makes of stacked weights, and hand its experts' rows out where values are wanted.
+
+    x[mine] @ w1[e]                   the product is noted, not computed
+    made.index_add_(0, mine, ...)     wants values: the rows x[mine] are handed to `answer`, with the expert's number
+
+Values are wanted where one is written into a plain tensor, meets another expert's, is read by Python, or where an
+operation does more than treat each expert by itself. What is handed out ends with the last operation that reads
+weights: what follows it (a gate's weight times the result) is computed on the values, where the rows are.
+
+How a forward picks its weights is one of four ways (`ways`). An expert's own operations are written down as an
+`ExpertProgram`, which the rank that holds an expert runs on rows of all ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from shardwise.parallel.expert.expert_forms import Forms, dim_of_experts, forms_of_all, forms_of_rows
+from shardwise.parallel.expert.expert_program import (
+    HERE,
+    ROWS_DTYPE,
+    EarlierResult,
+    ExpertProgram,
+    ExpertStep,
+    GivenRows,
+    SharedTensor,
+    StackedWeight,
+    name_of,
+)  # fmt: skip
+from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, ReadOtherwise, noted_of
+from shardwise.parallel.expert.ways import AllExperts, OneExpert, PickedExperts, SortedRows, get_one, product_of_sorted
+
+Answer = Callable[[int, list[torch.Tensor]], torch.Tensor]  # (expert, tensors of rows (n, ...)) -> (n, ...)
+_ITERATED = (torch.Tensor.__iter__, torch.Tensor.unbind, torch.unbind)
+_SELECTED = (torch.Tensor.select, torch.select)
+_PICKED = (torch.Tensor.index_select, torch.index_select)
+_GROUPED = tuple(
+    func for func in (getattr(torch, "_grouped_mm", None), getattr(nn.functional, "grouped_mm", None)) if func
+)
+_DRAWS = re.compile("dropout|bernoulli|rand|normal_|rrelu")  # in the name of a function
+_WRITES = re.compile(r"[a-z].*[^_]_|__i(?!nvert).*__")
+
+
+class ExpertNotes:
+    """The operations on stacked weights that one forward of a mixture makes.
+
+    answer   gives an expert's results for rows
+    shared   id of each parameter and buffer of the mixture that all experts share -> its name
+    program  an expert's own operations, once the first are met: all run the same
+    """
+
+    def __init__(self, experts: int, answer: Answer, device: torch.device, shared: dict[int, str]):
+        self.experts, self.answer, self.device, self.shared = experts, answer, device, shared
+        self.program: ExpertProgram | None = None
+        self._count = 0
+
+    def weight(self, name: str, share: torch.Tensor) -> ExpertTensor:
+        """Returns what the forward reads as the stacked weight `name`, of which this rank holds `share`."""
+        counts = self.experts, self.experts + 1
+        forms = [torch.empty((count, *share.shape[1:]), dtype=share.dtype, device="meta") for count in counts]
+        return self._tensor(None, (), {}, AllExperts(dim=0), forms, of_weights=True, weight=name)
+
+    def _tensor(
+        self, func: Callable | None, args: tuple, kwargs: dict, way: OneExpert, forms: Forms, *,
+        of_weights: bool, weight: str | None = None,
+    ) -> ExpertTensor:  # fmt: skip
+        self._count += 1
+        args, kwargs = tree_map_only(ExpertTensor, noted_of, (args, kwargs))
+        return ExpertTensor(NotedResult(self._count, func, args, kwargs, way, forms, of_weights, weight), self)
+
+    # --- an operation
+
+    def called(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+        """Returns what a function of torch gives for arguments among which there are `ExpertTensor`s.
+
+        Raises `ReadOtherwise` where stacked weights are read otherwise than by experts.
+        """
+        args, kwargs = tree_map_only(ExpertTensor, _value_if_known, (args, kwargs))
+        if not any(isinstance(leaf, ExpertTensor) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        picked = self._picking(func, args, kwargs)
+        if picked is not None:
+            return picked
+        writes = bool(_WRITES.fullmatch(name))
+        elsewhere = "out" in kwargs or (writes and not isinstance(args[0], ExpertTensor))
+        if elsewhere or name == "__setitem__" or _DRAWS.search(name):
+            return self._on_values(func, args, kwargs)
+        results = self._noted(func, args, kwargs)
+        if results is None:
+            return self._on_values(func, args, kwargs)
+        if not writes:
+            return results
+        args[0].noted = results.noted  # what was written into holds the result from here on
+        return args[0]
+
+    def _picking(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Returns the weights of one expert, of each, or of each row, where the call picks some; else None."""
+        if func in _GROUPED:
+            return self._grouped(*args, **kwargs)
+        if func is nn.functional.embedding and self._stacked_dim(args[1]) == 0:
+            return self._picked(args[1], args[0])
+        stacked, dim = args[0], self._stacked_dim(args[0])
+        if dim is None:
+            return None
+        if func in _ITERATED and kwargs.get("dim", (*args[1:], 0)[0]) % stacked.dim() == dim:
+            return tuple(self._one(torch.Tensor.select, (stacked, dim), {}, n) for n in range(self.experts))
+        if func is torch.Tensor.__getitem__ and dim == 0:
+            return self._indexed(stacked, args[1] if isinstance(args[1], tuple) else (args[1],))
+        if func in (*_SELECTED, *_PICKED):
+            where, index = (*args[1:], *(kwargs[key] for key in ("dim", "index") if key in kwargs))
+            if where % stacked.dim() != dim:
+                return None
+            if func in _SELECTED:
+                return self._one(torch.Tensor.select, (stacked, dim), {}, int(index))
+            return self._picked(stacked, index) if dim == 0 else None
+        return None
+
+    def _stacked_dim(self, tensor: Any) -> int | None:
+        """Returns the dim that counts experts, of what is made of weights alone and holds all of them."""
+        noted = noted_of(tensor)
+        whole = isinstance(noted, NotedResult) and noted.of_weights and isinstance(noted.way, AllExperts)
+        return noted.way.dim if whole else None
+
+    def _indexed(self, stacked: ExpertTensor, index: tuple) -> ExpertTensor | None:
+        """Returns `stacked[index]` where its first part picks experts; None where it leaves all."""
+        first, rest = (index or (Ellipsis,))[0], index[1:]
+        if first is None or first is Ellipsis or isinstance(first, slice):
+            return None
+        if isinstance(first, list | range):
+            first = torch.tensor(list(first), device=self.device)
+        if isinstance(first, torch.Tensor) and first.dim():
+            if first.dtype == torch.bool or any(part is not Ellipsis and part != slice(None) for part in rest):
+                raise ReadOtherwise("stacked weights are picked by a mask, or by several indices at once")
+            return self._picked(stacked, first)
+        return self._one(get_one, (stacked,), {"rest": rest}, operator.index(first))
+
+    def _one(self, func: Callable, args: tuple, kwargs: dict, expert: int) -> ExpertTensor:
+        """Returns `func(*args, expert, **kwargs)`, the weights of one expert."""
+        if not -self.experts <= expert < self.experts:  # as torch says it: ends a loop over the weights
+            raise IndexError(f"index {expert} is out of bounds for {self.experts} experts")
+        form = func(args[0].noted.forms[0], *args[1:], 0, **kwargs)
+        way = OneExpert(expert % self.experts)
+        return self._tensor(func, (*args, HERE), kwargs, way, [form], of_weights=True)
+
+    def _picked(self, stacked: ExpertTensor, index: torch.Tensor) -> ExpertTensor:
+        """Returns the weights of the expert that each element of `index` (rows, ...) names."""
+        like = stacked.noted.forms[0]
+        form = like.new_empty((*index.shape, *like.shape[1:]))
+        way = PickedExperts(made_dim=index.dim(), index=index)
+        return self._tensor(torch.Tensor.__getitem__, (stacked, HERE), {}, way, [form], of_weights=True)
+
+    def _grouped(self, rows: Any, weights: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        """Returns the product of sorted rows (R, H), those up to `offs[e]` with the e-th of weights (E, H, I)."""
+        if self._stacked_dim(weights) != 0 or offs is None or bias is not None:
+            raise ReadOtherwise("a grouped product of stacked weights is called otherwise than with rows and offsets")
+        way: OneExpert = SortedRows(offsets=offs)
+        if isinstance(rows, ExpertTensor):
+            if rows.noted.of_weights or not rows.noted.way.same(way):
+                raise ReadOtherwise("grouped products of stacked weights have other offsets than those before them")
+            way = rows.noted.way
+        form = weights.noted.forms[0].new_empty((rows.shape[0], weights.shape[-1]), dtype=out_dtype)
+        return self._tensor(product_of_sorted, (rows, weights, HERE), {}, way, [form], of_weights=False)
+
+    def _noted(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Returns an operation's results without values; None where it wants values."""
+        leaves = tree_leaves((args, kwargs))
+        operands = [leaf.noted for leaf in leaves if isinstance(leaf, ExpertTensor)]
+        way, computed = operands[0].way, [noted for noted in operands if not noted.of_weights]
+        others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ExpertTensor)]
+        if name_of(func) is None or not all(noted.way.same(way) for noted in operands):
+            return None
+        if isinstance(way, AllExperts):
+            results = forms_of_all(func, args, kwargs, self.experts)
+        else:
+            forms, rows = forms_of_rows(func, args, kwargs), [noted.forms[0] for noted in computed] or others
+            # an operation that gives rows away (a sum over them, values to Python) is the caller's own
+            fit = forms is not None and (not rows or all(way.fits(form, rows) for form, *_ in forms))
+            results = [(way, form) for form in forms] if forms is not None and fit else None
+        if results is None:
+            return None
+        of_weights = not others and not computed
+        call = self._tensor(func, args, kwargs, *results[0], of_weights=of_weights)
+        if len(results) == 1:
+            return call
+        return tuple(
+            self._tensor(operator.getitem, (call, place), {}, *result, of_weights=of_weights)
+            for place, result in enumerate(results)
+        )
+
+    def _on_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Returns the function's result on values."""
+        args, kwargs = tree_map_only(ExpertTensor, self.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    # --- values
+
+    def value(self, tensor: ExpertTensor) -> torch.Tensor:
+        """Returns the values of what experts compute. Raises `ReadOtherwise` for weights themselves."""
+        noted = tensor.noted
+        if noted.value is None:
+            if noted.of_weights:
+                raise ReadOtherwise("stacked weights are read by other operations than their experts' own")
+            last = _last_of_experts(noted)
+            if last is not None:
+                last.value = self._answered(last)
+            _evaluate(noted)
+        assert noted.value is not None
+        return noted.value
+
+    def settled(self, results: Any) -> Any:
+        """Returns a forward's results with the values of those that experts compute."""
+        return tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, ExpertTensor) else leaf, results)
+
+    def _answered(self, last: NotedResult) -> torch.Tensor:
+        """Returns the value of what experts compute: each expert's rows are handed to `answer`."""
+        program, leaves = _Writing(last, self).written()
+        self.program = self.program or program
+        if self.program != program:
+            raise ReadOtherwise("its experts do not all run the same operations, or rows go through them twice")
+        calls = last.way.calls(leaves, program.rows, self.experts)
+        return last.way.joined([self.answer(expert, rows) for expert, rows in calls])
+
+
+class _Writing:
+    """Writes down the operations behind a result as an expert's own program."""
+
+    def __init__(self, last: NotedResult, notes: ExpertNotes):
+        self.last, self.notes = last, notes
+        self.behind = last.behind()
+        self.places = {noted.number: place for place, noted in enumerate(self.behind)}
+        self.leaves: list[torch.Tensor] = []  # of rows
+        self.dims: list[int | None] = []  # of each: which counts experts
+
+    def written(self) -> tuple[ExpertProgram, list[torch.Tensor]]:
+        """Returns (the program, the tensors of rows that it reads)."""
+        steps = [self._step(noted) for noted in self.behind]
+        return ExpertProgram(tuple(steps), self.last.way.kind, tuple(self.dims), self.last.way.made_dim), self.leaves
+
+    def _step(self, noted: NotedResult) -> ExpertStep:
+        if noted.weight is not None:
+            return ExpertStep("", (StackedWeight(noted.weight),), {})
+        args, kwargs = tree_map(lambda leaf: self._leaf(leaf, noted), (noted.args, noted.kwargs))
+        # a dtype that is taken from the rows is theirs in every precision
+        dtypes = {leaf.dtype for leaf in self.leaves}
+        args, kwargs = tree_map(
+            lambda leaf: ROWS_DTYPE if isinstance(leaf, torch.dtype) and leaf in dtypes else leaf, (args, kwargs)
+        )
+        return ExpertStep(name_of(noted.func) or "", args, kwargs)
+
+    def _leaf(self, leaf: Any, reader: NotedResult) -> Any:
+        """Returns what stands in the program for an argument of the operation `reader`."""
+        if isinstance(leaf, NotedResult) and leaf.value is None:
+            return EarlierResult(self.places[leaf.number])
+        if not isinstance(leaf, NotedResult | torch.Tensor):
+            return leaf
+        tensor = leaf.value if isinstance(leaf, NotedResult) else leaf
+        assert tensor is not None
+        if id(tensor) in self.notes.shared:
+            return SharedTensor(self.notes.shared[id(tensor)])
+        all_experts = isinstance(self.last.way, AllExperts)
+        dim = dim_of_experts(reader.func, reader.args, reader.kwargs, leaf, self.notes.experts) if all_experts else None
+        if not self.last.way.has_rows(tensor, dim, self.last.forms[0]):
+            raise ReadOtherwise(f"its experts read a tensor of shape {tuple(tensor.shape)} that has no row of each")
+        for place, other in enumerate(self.leaves):
+            if other is tensor and self.dims[place] == dim:
+                return GivenRows(place)
+        self.leaves.append(tensor)
+        self.dims.append(dim)
+        return GivenRows(len(self.leaves) - 1)
+
+
+def _value_if_known(tensor: ExpertTensor) -> torch.Tensor:
+    return tensor if tensor.noted.value is None else tensor.noted.value
+
+
+def _last_of_experts(noted: NotedResult) -> NotedResult | None:
+    """Returns the last result behind `noted` that reads weights; `noted` where what follows that needs more."""
+    behind = noted.behind()
+    readers = [result for result in behind if not result.of_weights and any(r.of_weights for r in result.operands)]
+    if not readers:
+        return None
+    last = readers[-1]
+    after = {last.number}
+    for result in behind:
+        if result.number > last.number and not result.of_weights:
+            # what lies before the last reader is known to the expert's rank alone
+            if not all(operand.number in after or operand.value is not None for operand in result.operands):
+                return noted
+            after.add(result.number)
+    return last
+
+
+def _evaluate(noted: NotedResult) -> None:
+    """Set the value of a result, from values that are known."""
+    for result in noted.behind():
+        args, kwargs = tree_map(
+            lambda leaf: leaf.value if isinstance(leaf, NotedResult) else leaf, (result.args, result.kwargs)
+        )
+        assert result.func is not None
+        result.value = result.func(*args, **kwargs)

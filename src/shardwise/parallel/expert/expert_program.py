@@ -1,0 +1,159 @@
+"""The operations of one expert over stacked weights, written down so that the rank that holds the expert runs them.
+
+    steps   [w1[HERE]], [rows 0 @ step 0], [gelu(step 1)], [w2[HERE]], [step 2 @ step 3]
+
+Functions stand in it by torch's names, so that a program that one rank wrote can be read by all.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import operator
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_map
+
+from shardwise.parallel.expert import ways
+from shardwise.parallel.expert.ways import Here
+
+
+@dataclass(frozen=True)
+class EarlierResult:
+    """The result of an earlier step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """A tensor of rows that the expert is given."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """A stacked weight, by its name in the mixture."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """A tensor that all experts share, by its name in the mixture."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ExpertStep:
+    """A function's call; of no name: its argument itself."""
+
+    func: str
+    args: tuple
+    kwargs: dict
+
+
+@dataclass(frozen=True)
+class RowsDtype:
+    """The dtype of the rows."""
+
+
+HERE, ROWS_DTYPE = Here(), RowsDtype()
+_OUR_FUNCTIONS: dict[str, Callable] = {
+    "getitem": operator.getitem, "product_of_sorted": ways.product_of_sorted, "get_one": ways.get_one,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertProgram:
+    """An expert's operations.
+
+    way    how the forward picks weights, a key of `ways.WAYS`
+    rows   of each tensor of rows, which dim of the forward's tensor counts experts, if one does
+    made   of `AllExperts`, which dim of the result counts experts; of `PickedExperts`, how many dims the index has
+    """
+
+    steps: tuple[ExpertStep, ...]
+    way: str
+    rows: tuple[int | None, ...]
+    made: int | None
+
+    def run(
+        self, place: int, rows: list[torch.Tensor], weight: Callable[[str], torch.Tensor],
+        own: Callable[[str], torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the results (n, ...) for rows (n, ...) of the expert at `place` among those held here.
+
+        weight, own  give a stacked weight, and a tensor that all experts share, by name
+        """
+        way = ways.WAYS[self.way]
+        given = [way.given(tensor, dim) for tensor, dim in zip(rows, self.rows, strict=True)]
+        results: list[Any] = []
+
+        def read(leaf: Any) -> Any:
+            match leaf:
+                case EarlierResult(step):
+                    return results[step]
+                case GivenRows(number):
+                    return given[number]
+                case StackedWeight(name):
+                    return way.weights(weight(name), place)
+                case SharedTensor(name):
+                    return own(name)
+                case RowsDtype():
+                    return next(tensor.dtype for tensor in rows if tensor.is_floating_point())
+                case Here():
+                    return way.here(place, rows, self.made)
+            return leaf
+
+        for step in self.steps:
+            args, kwargs = tree_map(read, (step.args, step.kwargs))
+            results.append(function_of(step.func)(*args, **kwargs) if step.func else args[0])
+        return way.result(results[-1], self.made)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Returns the names of its functions, in order."""
+        return tuple(step.func for step in self.steps)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Returns the names of the stacked weights that it reads."""
+        return frozenset(leaf.name for step in self.steps for leaf in step.args if isinstance(leaf, StackedWeight))
+
+    def encoded(self) -> str:
+        """Returns the program as text, which `decoded` reads."""
+        return base64.b64encode(pickle.dumps(self)).decode()
+
+    @staticmethod
+    def decoded(text: str) -> ExpertProgram:
+        """Returns the program of which `encoded` gave the text, on a rank of the same job."""
+        return pickle.loads(base64.b64decode(text))
+
+
+@functools.lru_cache(1024)
+def name_of(func: Callable) -> str | None:
+    """Returns the name by which `function_of` finds a function; None for one that is not torch's."""
+    for name, known in _OUR_FUNCTIONS.items():
+        if func is known:
+            return name
+    name = resolve_name(func)
+    try:
+        return name if name is not None and function_of(name) == func else None
+    except AttributeError:
+        return None
+
+
+@functools.lru_cache(1024)
+def function_of(name: str) -> Callable:
+    """Returns the function of that name."""
+    if name in _OUR_FUNCTIONS:
+        return _OUR_FUNCTIONS[name]
+    return functools.reduce(getattr, name.split(".")[1:], torch)

@@ -1,0 +1,116 @@
+"""Stacked weights (E, ...) of which a rank holds some, as the forward of a mixture reads them; what is made of them.
+
+    self.w1            -> ExpertTensor (E, H, I), without values
+    x[mine] @ w1[e]    -> ExpertTensor (n, I): the product is noted, not computed
+
+Its operations are noted by `expert_notes`. Nothing of it is in autograd's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise.parallel.expert.ways import OneExpert
+from shardwise.trace.leaves import tensors_in
+
+_METADATA = frozenset(
+    ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "__len__", "element_size",
+     "get_device", "ndimension")
+)  # fmt: skip
+_ATTRIBUTES = frozenset(
+    ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_meta", "is_sparse", "is_leaf",
+     "is_quantized", "is_nested", "names")
+)  # fmt: skip
+
+
+class ReadOtherwise(Exception):
+    """Stacked weights are read in another way than by experts that compute rows: the reason, for a refusal's text."""
+
+
+@dataclass(eq=False)
+class NotedResult:
+    """A result of an operation that was noted, or a stacked weight. In `args` it stands for itself.
+
+    func        None for a weight
+    way         how the forward picks the weights behind it
+    forms       its form on the meta device; of all experts, also with one expert more
+    of_weights  whether weights alone are behind it, and no rows
+    weight      the name of the stacked weight that it is; None for an operation's result
+    value       once it is known
+    """
+
+    number: int
+    func: Callable | None
+    args: tuple
+    kwargs: dict
+    way: OneExpert
+    forms: list[torch.Tensor]
+    of_weights: bool
+    weight: str | None = None
+    value: torch.Tensor | None = None
+
+    @property
+    def operands(self) -> list[NotedResult]:
+        """Returns the noted operands of the operation."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, NotedResult)]
+
+    def behind(self) -> list[NotedResult]:
+        """Returns this and all noted results that it hangs on, up to those whose values are known, in order."""
+        met, todo = dict[int, NotedResult](), [self]
+        while todo:
+            result = todo.pop()
+            if result.number not in met and result.value is None:
+                met[result.number] = result
+                todo += result.operands
+        return [met[number] for number in sorted(met)]
+
+
+class Notes(Protocol):
+    """What `ExpertTensor`s ask of the notes that they belong to."""
+
+    device: torch.device
+
+    def called(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any: ...
+
+
+class ExpertTensor(torch.Tensor):
+    """Stands for stacked weights, or for what operations make of them; see the module's docstring."""
+
+    noted: NotedResult
+    notes: Notes
+
+    @staticmethod
+    def __new__(cls, noted: NotedResult, notes: Notes) -> ExpertTensor:
+        form = noted.forms[0]
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, form.shape, strides=form.stride(), dtype=form.dtype, device=notes.device
+        )
+        tensor.noted, tensor.notes = noted, notes
+        return tensor
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ExpertTensor(shape={tuple(self.noted.forms[0].shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if name in _METADATA or attribute in _ATTRIBUTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ExpertTensor))
+        return first.notes.called(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise ReadOtherwise(f"{func} reads what stacked weights make past torch's functions")
+
+
+def noted_of(tensor: Any) -> Any:
+    """Returns what is noted of an `ExpertTensor`; anything else as it is."""
+    return tensor.noted if isinstance(tensor, ExpertTensor) else tensor

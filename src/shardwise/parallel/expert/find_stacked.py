@@ -1,0 +1,160 @@
+"""Find mixtures that choose and deal in their own forward over stacked weights, and try whether `stacked` can run them.
+
+A candidate is the smallest module whose forward reads all weights (E, ...) of three dims or more that share an E, in
+which rows were chosen (`topk`, `argmax`, a mask) or a softmax over E ran, or which is given rows of each expert, or
+choices by the module that made them. On random weights it must
+show what experts in a list must (`listed`): two forwards give what one gives, results and gradients, and an expert
+treats rows apart. Weights of two dims (biases; but a router may have as many rows) belong to the experts if that works.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm import Axis
+from shardwise.errors import RunError
+from shardwise.parallel.expert.choosing import read_rows, sums_of_rows
+from shardwise.parallel.expert.expert_forward import Stack
+from shardwise.parallel.expert.expert_tensor import ReadOtherwise
+from shardwise.parallel.expert.listed import Chained, FailedTrial, ListedCall, ListedCalls, described, try_listed
+from shardwise.parallel.expert.stacked import StackedExperts
+from shardwise.parallel.expert.trial_weights import Values, random_weight, random_weights
+from shardwise.trace.deferred import Built
+from shardwise.trace.leaves import tensors_in
+
+_MOST_TRIALS = 16  # of subsets of the weights of two dims
+
+
+class StackedReads(ListedCalls):
+    """Mode that watches, beside lists, which modules run while stacked weights are read."""
+
+    def __init__(self, module: nn.Module, named: dict[str, torch.Tensor]):
+        super().__init__(module)
+        self._stacked = {id(p): name for name, p in named.items() if p.dim() >= 2 and p.shape[0] >= 2}
+        self.shapes = {name: tuple(p.shape) for name, p in named.items()}
+        self.readers: dict[str, tuple[nn.Module, ...]] = {}  # by weight: the modules that ran at each of its reads
+        self.given: dict[nn.Module, tuple[tuple, dict]] = {}  # of the first call of each module
+        self._weighted: set[tuple[nn.Module, int]] = set()  # modules and the sizes of dims over which a softmax ran
+        self.watched = True  # lists or not
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        running = tuple(child for child, _, _ in self._running)
+        for leaf in tensors_in((args, kwargs or {})):
+            name = self._stacked.get(id(leaf))
+            if name is not None:
+                before = self.readers.get(name, running)
+                self.readers[name] = tuple(a for a, b in zip(before, running, strict=False) if a is b)
+        if func is torch.ops.aten._softmax.default:
+            self._weighted |= {(child, args[0].shape[args[1]]) for child in running}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _entered(self, child: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.given.setdefault(child, (args, kwargs))
+        super()._entered(child, args, kwargs)
+
+    def mixtures(self) -> Iterator[tuple[nn.Module, int, list[str], list[str]]]:
+        """Yields (module, E, weights (E, ...) of three dims and more, those of two) of each candidate."""
+        groups: dict[tuple[nn.Module, int], list[str]] = {}
+        for name, chain in self.readers.items():
+            if chain and len(self.shapes[name]) > 2:
+                groups.setdefault((chain[-1], self.shapes[name][0]), []).append(name)
+        for (child, experts), large in groups.items():
+            path = self.paths[child]
+            small = [
+                name for name, chain in self.readers.items()
+                if len(self.shapes[name]) == 2 and self.shapes[name][0] == experts and chain[-1:] == (child,)
+                and name.startswith(path and f"{path}.")
+            ]  # fmt: skip
+            if child in self.given and self._routes(child, self.readers[large[0]], experts):
+                yield child, experts, large, small
+
+    def _routes(self, child: nn.Module, chain: tuple[nn.Module, ...], experts: int) -> bool:
+        """Returns whether rows were chosen in the module, or by the one that calls it with what looks like choices."""
+        if any(child in running for running in self._chose) or (child, experts) in self._weighted:
+            return True
+        tensors = tensors_in(self.given[child])
+        if any(t.dim() == 3 and t.shape[0] == experts for t in tensors):  # rows of each expert
+            return True
+        above = chain[chain.index(child) - 1] if chain.index(child) else None
+        # integers (which rows are whose), or rows of each expert of each sample
+        told = any(not t.is_floating_point() or (t.dim() > 2 and experts in t.shape[:-1]) for t in tensors)
+        return told and any(above in running[-2:] for running in self._chose)
+
+
+def dealt_stacked(
+    built: Built, reads: StackedReads, taken: Sequence[Stack], ranks: int
+) -> tuple[list[Stack], list[str]]:  # fmt: skip
+    """Returns (mixtures over stacked weights that can be dealt, [why another one's cannot]).
+
+    taken  modules of experts that were found already
+    """
+    stacks, reasons = [], []
+    tried: dict[str, tuple[StackedExperts | None, list[str], str]] = {}  # layers of a model are mostly alike
+    names_taken = {name for stack in taken for name in stack.names}
+    for child, experts, large, small in reads.mixtures():
+        path = reads.paths[child]
+        if names_taken & {*large, *small}:
+            continue
+        told = f"'{path}' deals rows to its stacked weights ('{large[0]}', ...)"
+        if experts % ranks:
+            reasons.append(f"{told}, but there are {experts} experts, which cannot be dealt evenly over {ranks} ranks")
+            continue
+        if outside := [name for name in large if not name.startswith(path and f"{path}.")]:
+            reasons.append(f"{told}, but '{outside[0]}' is another module's")
+            continue
+        args, kwargs = tree_map_only(torch.Tensor, described, reads.given[child])
+        call = ListedCall(path, (), args, kwargs, ())
+        cut = len(path) + 1 if path else 0
+        form = repr((type(child), [n[cut:] for n in (*large, *small)],
+                     [reads.shapes[n] for n in (*large, *small)], args, kwargs))  # fmt: skip
+        if form not in tried:
+            tried[form] = _tried(built, call, experts, [n[cut:] for n in large], [n[cut:] for n in small])
+        found, leaves, why = tried[form]
+        if found is None:
+            reasons.append(f"{told}, but {why}")
+            continue
+        assert found.program is not None
+        own = read_rows(*reads.given[child])
+        sums = None if own is None else sums_of_rows(child, own, random_weights(built, path))
+        stacks.append(Stack(
+            path, experts, tuple(f"{path}.{leaf}".removeprefix(".") for leaf in leaves),
+            None if own is None or sums is None else own.call, sums=tuple((sums or {}).items()),
+            program=found.program.encoded(),
+        ))  # fmt: skip
+    return stacks, reasons
+
+
+def _tried(
+    built: Built, call: ListedCall, experts: int, large: list[str], small: list[str]
+) -> tuple[StackedExperts | None, list[str], str]:
+    """Returns (experts that a trial ran, None if none did; the names of their weights; why not)."""
+    child, why = built.module.get_submodule(call.path), ""
+    subsets = (list(chosen) for count in range(len(small), -1, -1) for chosen in itertools.combinations(small, count))
+    for chosen in itertools.islice(subsets, _MOST_TRIALS):
+        names = [*large, *chosen]
+        found = StackedExperts(call.path, child, names, experts, Axis.alone("ep"))
+        try:
+            try_listed(built.module, call, partial(_random, built, call.path, names), found)
+        except (FailedTrial, Chained, ReadOtherwise, RunError) as failed:
+            why = why or str(failed)
+            continue
+        if found.program is not None and found.program.names == frozenset(names):
+            return found, names, ""
+        why = why or "not all of them are read by every expert"
+    return None, [], why
+
+
+def _random(built: Built, path: str, names: Sequence[str], dtype: torch.dtype, generator: torch.Generator) -> Values:
+    """Returns a function that gives random weights of a mixture, those of its experts in the memory of one."""
+    own = random_weights(built, path, dtype, generator)
+
+    def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return random_weight(tensor, dtype, generator, stacked=True) if name in names else own(name, tensor)
+
+    return value
