@@ -13,6 +13,7 @@ from module_tasks import OUT, WIDTH, task
 from torch import Tensor, nn
 
 from shardwise import Task
+from shardwise.models import tasks
 
 INNER = 5
 
@@ -312,7 +313,7 @@ def raw_router() -> Task:
 
 
 def one_of_four() -> Task:
-    return of(OneOfFour)
+    return of(OneOfFour, optimizer=tasks.adamw)
 
 
 def noisy() -> Task:
