@@ -347,6 +347,8 @@ EXPERT = [
         "done[order.argsort()]", "done", "stacked_tasks:picked", "dp_shard=2,ep=2"),
     bug("rows of picked weights are those of another token", "parallel.expert.ways:PickedExperts.calls",
         "leaf[order // max(picks, 1)]", "leaf[order % leaf.shape[0]]", "stacked_tasks:picked", "dp_shard=2,ep=2"),
+    bug("a stack of which no expert here was called has no gradient", "parallel.expert.stacked:StackedExperts._beside",
+        "if param is not None and param.requires_grad", "if False", "stacked_tasks:one_of_four", "dp_shard=2,ep=2"),
     bug("what follows an expert's last product is left out", "parallel.expert.expert_notes:_evaluate",
         "for result in noted.behind():", "for result in noted.behind()[-1:-1]:", "stacked_tasks:looped",
         "dp_shard=2,ep=2"),

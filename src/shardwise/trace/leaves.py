@@ -16,8 +16,8 @@ _ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 _NESTS = frozenset((tuple, list, dict))  # of which empty ones are passed by
 
 
-def tensors_in(tree: Any, kind: type = torch.Tensor) -> list[Any]:
-    """Returns the leaves of class `kind` in nested tuples, lists and dicts, in order."""
+def tensors_in(tree: Any, kind: type | tuple[type, ...] = torch.Tensor) -> list[Any]:
+    """Returns the leaves of class (or classes) `kind` in nested tuples, lists and dicts, in order."""
     if isinstance(tree, kind):
         return [tree]
     tensors: list[Any] = []
@@ -25,7 +25,7 @@ def tensors_in(tree: Any, kind: type = torch.Tensor) -> list[Any]:
     return tensors
 
 
-def _gather(nest: Any, kind: type, tensors: list[Any]) -> None:
+def _gather(nest: Any, kind: type | tuple[type, ...], tensors: list[Any]) -> None:
     """Add the leaves of class `kind` in a nested container to `tensors`."""
     if isinstance(nest, dict):
         nest = nest.values()
@@ -43,7 +43,7 @@ def _gather(nest: Any, kind: type, tensors: list[Any]) -> None:
             _gather(leaf, kind, tensors)
 
 
-def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
+def replaced(kind: type | tuple[type, ...], make: Callable[[Any], Any], tree: Any) -> Any:
     """Returns the same tree with `make(leaf)` in the place of each leaf of `kind` (a tensor, say)."""
     if isinstance(tree, kind):
         return make(tree)

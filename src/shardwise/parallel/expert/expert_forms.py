@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, noted_of
 from shardwise.parallel.expert.ways import AllExperts, OneExpert
+from shardwise.trace.leaves import replaced, tensors_in
 
 Forms = list[torch.Tensor]
 
@@ -33,12 +33,12 @@ def forms_of_all(func: Callable, args: tuple, kwargs: dict, experts: int) -> lis
         return None
 
     def grown(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ExpertTensor):
+        if isinstance(leaf, ExpertTensor):
             return leaf
         dim = dim_of_experts(func, args, kwargs, leaf, experts)
         return leaf if dim is None else _Grown(leaf, dim)
 
-    grown_args, grown_kwargs = tree_map(grown, (args, kwargs))
+    grown_args, grown_kwargs = replaced(torch.Tensor, grown, (args, kwargs))
     now, more = (_on_forms(func, grown_args, grown_kwargs, place) for place in (0, 1))
     if now is None or more is None:
         return None
@@ -63,7 +63,7 @@ def dim_of_experts(func: Callable | None, args: tuple, kwargs: dict, leaf: Any, 
         names = next((names for names, tensor in zip(labels, tensors, strict=False) if tensor is leaf), "")
         return names.index(label) if label is not None and label in names else None
     # broadcasting and batched products pair dims from the last one on
-    for other in tree_leaves((args, kwargs)):
+    for other in tensors_in((args, kwargs), (ExpertTensor, NotedResult)):
         way = _way_of(other)
         if way is not None:
             dim = len(shape) - (noted_of(other).forms[0].dim() - way.dim)
@@ -80,22 +80,20 @@ class _Grown:
         self.forms = [torch.empty(size, dtype=tensor.dtype, device="meta") for size in (tensor.shape, shape)]
 
 
-def _form(leaf: Any, place: int) -> Any:
+def _form(leaf: Any, place: int) -> torch.Tensor:
     if isinstance(leaf, _Grown):
         return leaf.forms[place]
     if isinstance(leaf, ExpertTensor):
         return leaf.noted.forms[place]
-    if isinstance(leaf, torch.Tensor):
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _on_forms(func: Callable, args: tuple, kwargs: dict, place: int) -> tuple[torch.Tensor, ...] | None:
     """Returns the function's results on the meta device; None where it gives other than tensors, or fails."""
     with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        call = tree_map(lambda leaf: _form(leaf, place), (args, kwargs))
+        call = replaced((torch.Tensor, _Grown), lambda leaf: _form(leaf, place), (args, kwargs))
         # under autocast operands have dtypes that meet on other devices alone: then all in one
-        for of_dtypes in (lambda: call, lambda: tree_map_only(torch.Tensor, _in_float32, call)):
+        for of_dtypes in (lambda: call, lambda: replaced(torch.Tensor, _in_float32, call)):
             try:
                 plain_args, plain_kwargs = of_dtypes()
                 results = func(*plain_args, **plain_kwargs)

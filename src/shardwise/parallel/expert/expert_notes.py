@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from shardwise.parallel.expert.expert_forms import Forms, dim_of_experts, forms_of_all, forms_of_rows
 from shardwise.parallel.expert.expert_program import (
@@ -36,6 +36,7 @@ from shardwise.parallel.expert.expert_program import (
 )  # fmt: skip
 from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, ReadOtherwise, noted_of
 from shardwise.parallel.expert.ways import AllExperts, OneExpert, PickedExperts, SortedRows, get_one, product_of_sorted
+from shardwise.trace.leaves import replaced, tensors_in
 
 Answer = Callable[[int, list[torch.Tensor]], torch.Tensor]  # (expert, tensors of rows (n, ...)) -> (n, ...)
 _ITERATED = (torch.Tensor.__iter__, torch.Tensor.unbind, torch.unbind)
@@ -72,7 +73,7 @@ class ExpertNotes:
         of_weights: bool, weight: str | None = None,
     ) -> ExpertTensor:  # fmt: skip
         self._count += 1
-        args, kwargs = tree_map_only(ExpertTensor, noted_of, (args, kwargs))
+        args, kwargs = replaced(ExpertTensor, noted_of, (args, kwargs))
         return ExpertTensor(NotedResult(self._count, func, args, kwargs, way, forms, of_weights, weight), self)
 
     # --- an operation
@@ -82,8 +83,8 @@ class ExpertNotes:
 
         Raises `ReadOtherwise` where stacked weights are read otherwise than by experts.
         """
-        args, kwargs = tree_map_only(ExpertTensor, _value_if_known, (args, kwargs))
-        if not any(isinstance(leaf, ExpertTensor) for leaf in tree_leaves((args, kwargs))):
+        args, kwargs = replaced(ExpertTensor, _value_if_known, (args, kwargs))
+        if not tensors_in((args, kwargs), ExpertTensor):
             return func(*args, **kwargs)
         picked = self._picking(func, args, kwargs)
         if picked is not None:
@@ -170,10 +171,10 @@ class ExpertNotes:
 
     def _noted(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Returns an operation's results without values; None where it wants values."""
-        leaves = tree_leaves((args, kwargs))
+        leaves = tensors_in((args, kwargs))
         operands = [leaf.noted for leaf in leaves if isinstance(leaf, ExpertTensor)]
         way, computed = operands[0].way, [noted for noted in operands if not noted.of_weights]
-        others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ExpertTensor)]
+        others = [leaf for leaf in leaves if not isinstance(leaf, ExpertTensor)]
         if name_of(func) is None or not all(noted.way.same(way) for noted in operands):
             return None
         if isinstance(way, AllExperts):
@@ -196,7 +197,7 @@ class ExpertNotes:
 
     def _on_values(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Returns the function's result on values."""
-        args, kwargs = tree_map_only(ExpertTensor, self.value, (args, kwargs))
+        args, kwargs = replaced(ExpertTensor, self.value, (args, kwargs))
         return func(*args, **kwargs)
 
     # --- values
@@ -246,20 +247,19 @@ class _Writing:
     def _step(self, noted: NotedResult) -> ExpertStep:
         if noted.weight is not None:
             return ExpertStep("", (StackedWeight(noted.weight),), {})
-        args, kwargs = tree_map(lambda leaf: self._leaf(leaf, noted), (noted.args, noted.kwargs))
+        kinds = (NotedResult, torch.Tensor)
+        args, kwargs = replaced(kinds, lambda leaf: self._leaf(leaf, noted), (noted.args, noted.kwargs))
         # a dtype that is taken from the rows is theirs in every precision
         dtypes = {leaf.dtype for leaf in self.leaves}
-        args, kwargs = tree_map(
-            lambda leaf: ROWS_DTYPE if isinstance(leaf, torch.dtype) and leaf in dtypes else leaf, (args, kwargs)
-        )
+        args = tuple(ROWS_DTYPE if isinstance(arg, torch.dtype) and arg in dtypes else arg for arg in args)
+        if kwargs.get("dtype") in dtypes:
+            kwargs["dtype"] = ROWS_DTYPE
         return ExpertStep(name_of(noted.func) or "", args, kwargs)
 
     def _leaf(self, leaf: Any, reader: NotedResult) -> Any:
         """Returns what stands in the program for an argument of the operation `reader`."""
         if isinstance(leaf, NotedResult) and leaf.value is None:
             return EarlierResult(self.places[leaf.number])
-        if not isinstance(leaf, NotedResult | torch.Tensor):
-            return leaf
         tensor = leaf.value if isinstance(leaf, NotedResult) else leaf
         assert tensor is not None
         if id(tensor) in self.notes.shared:
@@ -300,8 +300,6 @@ def _last_of_experts(noted: NotedResult) -> NotedResult | None:
 def _evaluate(noted: NotedResult) -> None:
     """Set the value of a result, from values that are known."""
     for result in noted.behind():
-        args, kwargs = tree_map(
-            lambda leaf: leaf.value if isinstance(leaf, NotedResult) else leaf, (result.args, result.kwargs)
-        )
+        args, kwargs = replaced(NotedResult, lambda operand: operand.value, (result.args, result.kwargs))
         assert result.func is not None
         result.value = result.func(*args, **kwargs)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch.overrides import resolve_name
-from torch.utils._pytree import tree_map
 
 from shardwise.parallel.expert import ways
 from shardwise.parallel.expert.ways import Here
+from shardwise.trace.leaves import replaced
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class RowsDtype:
 
 
 HERE, ROWS_DTYPE = Here(), RowsDtype()
+_STAND_INS = (EarlierResult, GivenRows, StackedWeight, SharedTensor, Here, RowsDtype)
 _OUR_FUNCTIONS: dict[str, Callable] = {
     "getitem": operator.getitem, "product_of_sorted": ways.product_of_sorted, "get_one": ways.get_one,
 }  # fmt: skip
@@ -111,10 +112,10 @@ class ExpertProgram:
                     return next(tensor.dtype for tensor in rows if tensor.is_floating_point())
                 case Here():
                     return way.here(place, rows, self.made)
-            return leaf
+            raise AssertionError(leaf)
 
         for step in self.steps:
-            args, kwargs = tree_map(read, (step.args, step.kwargs))
+            args, kwargs = replaced(_STAND_INS, read, (step.args, step.kwargs))
             results.append(function_of(step.func)(*args, **kwargs) if step.func else args[0])
         return way.result(results[-1], self.made)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwise.parallel.expert.ways import OneExpert
 from shardwise.trace.leaves import tensors_in
@@ -57,7 +56,7 @@ class NotedResult:
     @property
     def operands(self) -> list[NotedResult]:
         """Returns the noted operands of the operation."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, NotedResult)]
+        return tensors_in((self.args, self.kwargs), NotedResult)
 
     def behind(self) -> list[NotedResult]:
         """Returns this and all noted results that it hangs on, up to those whose values are known, in order."""

@@ -107,5 +107,6 @@ class StackedExperts(ListedExperts):
         return param.device
 
     def _beside(self, called: list[int]) -> list[torch.Tensor]:
-        """Returns nothing: a stack has the same name on all ranks, and which of them reached it is agreed in a step."""
-        return []
+        """Returns this rank's share of each weight: in one process it has a gradient wherever any expert ran."""
+        held = [holder._parameters[leaf] for _, holder, leaf in self._places()]
+        return [param for param in held if param is not None and param.requires_grad]
