@@ -153,3 +153,14 @@ def test_rows_dealt_by_masks_without_a_choice_are_found(pool: RankPool) -> None:
     assert [stack.path for stack in found(expert_tasks.dealt())] == ["0.experts"]
     parity = verify("expert_tasks:dealt", "dp_shard=2,ep=2", pool=pool, timeout_s=120)
     assert parity.parity, parity.text()
+
+
+@pytest.mark.parametrize("kind", [stacked_tasks.Looped, stacked_tasks.Written, stacked_tasks.Dense])
+def test_any_number_of_rows_is_followed(kind: Any) -> None:
+    """As many rows as a width, too: forms are remembered by everything but their number."""
+    mixture = kind()
+    names = [name for name, param in mixture.named_parameters() if name != "gate.weight"]
+    experts = StackedExperts("mixture", mixture, names, stacked_tasks.EXPERTS, Axis.alone("ep"))
+    for rows in (3, 5, 6, 10, 12, 2, 20):
+        x = torch.randn(rows, stacked_tasks.WIDTH)
+        assert torch.allclose(experts.run(mixture, mixture.forward, (x,), {}), mixture(x), atol=1e-5), rows

@@ -18,10 +18,47 @@ from shardwise.trace.leaves import replaced, tensors_in
 Forms = list[torch.Tensor]
 
 
-def forms_of_rows(func: Callable, args: tuple, kwargs: dict) -> list[Forms] | None:
-    """Returns the form of each result of an operation, in a list of one; None where it gives other than tensors."""
-    forms = _on_forms(func, args, kwargs, 0)
-    return None if forms is None else [[form] for form in forms]
+class KnownForms:
+    """Forms of results that were asked before: experts run the same operations on different numbers of rows."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+
+    def of_rows(self, func: Callable, args: tuple, kwargs: dict) -> list[Forms] | None:
+        """Returns the form of each result of an operation, in a list of one; None where it gives other than tensors."""
+        rows, key = _key_of(func, args, kwargs)
+        if key in self._known:
+            made = (torch.empty((rows, *dims), dtype=dtype, device="meta") for dims, dtype in self._known[key])
+            return [[form] for form in made]
+        forms = _on_forms(func, args, kwargs, 0)
+        if forms is None:
+            return None
+        # a dim that has as many indices as there are rows may be one that counts them
+        if key is not None and all(f.dim() and f.shape[0] == rows and rows not in f.shape[1:] for f in forms):
+            self._known[key] = [(tuple(form.shape[1:]), form.dtype) for form in forms]
+        return [[form] for form in forms]
+
+
+def _key_of(func: Callable, args: tuple, kwargs: dict) -> tuple[int, Any]:
+    """Returns (rows, what a call's results hang on beside their number); None for that where they may hang on it."""
+    rows = -1  # of the first operand that has any
+    parts: list[Any] = [func, torch.is_autocast_enabled("cpu")]
+    for name, leaf in (*enumerate(args), *kwargs.items()):
+        if isinstance(leaf, torch.Tensor):
+            form = leaf.noted.forms[0] if isinstance(leaf, ExpertTensor) else leaf
+            of_weights = isinstance(leaf, ExpertTensor) and leaf.noted.of_weights
+            dims = form.shape if of_weights else form.shape[1:]
+            if not of_weights:
+                if not form.dim() or rows not in (-1, form.shape[0]):
+                    return rows, None
+                rows = form.shape[0]
+            parts.append((name, of_weights, form.dim(), *dims, form.dtype))
+        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype):
+            parts.append((name, type(leaf), leaf))
+        else:
+            return rows, None
+    sizes = [part for entry in parts[2:] for part in entry[1:] if isinstance(part, int)]
+    return rows, None if rows < 0 or rows in sizes else tuple(parts)
 
 
 def forms_of_all(func: Callable, args: tuple, kwargs: dict, experts: int) -> list[tuple[OneExpert, Forms]] | None:

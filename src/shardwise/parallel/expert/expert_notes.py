@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from shardwise.parallel.expert.expert_forms import Forms, dim_of_experts, forms_of_all, forms_of_rows
+from shardwise.parallel.expert.expert_forms import Forms, KnownForms, dim_of_experts, forms_of_all
 from shardwise.parallel.expert.expert_program import (
     HERE,
     ROWS_DTYPE,
@@ -54,11 +54,15 @@ class ExpertNotes:
 
     answer   gives an expert's results for rows
     shared   id of each parameter and buffer of the mixture that all experts share -> its name
+    known_forms  of results, from other forwards too
     program  an expert's own operations, once the first are met: all run the same
     """
 
-    def __init__(self, experts: int, answer: Answer, device: torch.device, shared: dict[int, str]):
+    def __init__(
+        self, experts: int, answer: Answer, device: torch.device, shared: dict[int, str], known_forms: KnownForms
+    ):  # fmt: skip
         self.experts, self.answer, self.device, self.shared = experts, answer, device, shared
+        self.known_forms = known_forms
         self.program: ExpertProgram | None = None
         self._count = 0
 
@@ -180,7 +184,7 @@ class ExpertNotes:
         if isinstance(way, AllExperts):
             results = forms_of_all(func, args, kwargs, self.experts)
         else:
-            forms, rows = forms_of_rows(func, args, kwargs), [noted.forms[0] for noted in computed] or others
+            forms, rows = self.known_forms.of_rows(func, args, kwargs), [noted.forms[0] for noted in computed] or others
             # an operation that gives rows away (a sum over them, values to Python) is the caller's own
             fit = forms is not None and (not rows or all(way.fits(form, rows) for form, *_ in forms))
             results = [(way, form) for form in forms] if forms is not None and fit else None

@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.comm import Axis
 from shardwise.errors import RunError
+from shardwise.parallel.expert.expert_forms import KnownForms
 from shardwise.parallel.expert.expert_notes import ExpertNotes
 from shardwise.parallel.expert.expert_program import ExpertProgram
 from shardwise.parallel.expert.expert_tensor import ReadOtherwise
@@ -39,6 +40,7 @@ class StackedExperts(ListedExperts):
         super().__init__(path, [], (), axis)
         self.child, self.names, self.count, self.program = child, tuple(names), experts, program
         self._divide()
+        self._known_forms = KnownForms()
         self._weights: dict[str, torch.Tensor] = {}  # as the forward reads them, while it reads stand-ins
         if program is not None:
             self._run_program(program)
@@ -78,7 +80,7 @@ class StackedExperts(ListedExperts):
             self._run_program(notes.program)
             return answer(expert, tuple(rows), {})
 
-        notes = ExpertNotes(self.count, answered, self._device(), own)
+        notes = ExpertNotes(self.count, answered, self._device(), own, self._known_forms)
         try:
             # in front of the parameters, which looks at writes and the like find where they were
             for name, holder, leaf in self._places():
