@@ -27,13 +27,15 @@ WAYS = {
     "looped": "one", "written": "one", "dense": "every", "dense_in_turn": "one", "slots": "every",
     "given_slots": "every", "sorted_rows": "one", "picked": "picked", "picked_one": "picked", "raw_router": "one",
     "noisy": "one", "one_of_four": "one", "whole_model": "one", "words": "one", "words_picked": "picked",
-    "heads": "one",
+    "heads": "one", "picked_in_sequences": "picked", "summed_by_einsum": "every", "soft": "every",
 }  # fmt: skip
 CASES = [
     ("looped", "dp_shard=2,ep=2"), ("written", "tp=2,dp_shard=2,ep=2"), ("slots", "dp_shard=4,ep=2,zero=1"),
     ("picked", "dp_shard=2,ep=2,zero=2,accumulate=3"), ("words", "cp=2,dp_shard=2,ep=4,zero=1"),
     ("noisy", "dp_replicate=2,dp_shard=2,ep=2,remat=full"), ("whole_model", "dp_shard=2,ep=2,zero=0"),
     ("sorted_rows", "dp_shard=2,ep=2"), ("given_slots", "dp_shard=4,ep=4,zero=2"),
+    ("soft", "dp_shard=2,ep=2,zero=1"), ("picked_in_sequences", "tp=2,dp_shard=2,ep=2"),
+    ("summed_by_einsum", "dp_shard=2,ep=2"),
 ]  # fmt: skip
 PLANS = [
     *(f"dp_shard=2,ep=2,zero={zero}" for zero in range(4)), "dp_shard=4,ep=2", "dp_shard=4,ep=4,zero=1",

@@ -9,7 +9,7 @@ import joined_tasks
 import torch
 import torch.nn.functional as F
 from listed_tasks import CHOICES, EXPERTS, Net, Words, of
-from module_tasks import OUT, WIDTH, task
+from module_tasks import OUT, WIDTH, sequences, task
 from torch import Tensor, nn
 
 from shardwise import Task
@@ -171,6 +171,43 @@ class PickedOne(Looped):
         return gate[:, None] * torch.bmm(F.silu(inner)[:, None], self.w2[chosen]).squeeze(1)
 
 
+class PickedInSequences(Looped):
+    """Weights by an index of three dims, broadcast products, dots in an einsum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.route(x)
+        inner = torch.einsum("...dh,...d->...h", self.w1[chosen], x.unsqueeze(2)) + self.b1[chosen]
+        done = (F.gelu(inner).unsqueeze(-2) @ self.w2[chosen]).squeeze(-2)
+        return (gates.unsqueeze(-1) * done).sum(2)
+
+
+class SummedByEinsum(Looped):
+    """The einsum of the last product sums over the experts as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.route(x)
+        scores = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, gates)
+        inner = (x.unsqueeze(0) @ self.w1 + self.b1[:, None]).sigmoid()
+        return torch.einsum("eth,ehd,te->td", inner, self.w2, scores)
+
+
+class Soft(nn.Module):
+    """Slots that are mixtures of all positions of a sample, and no choice: as soft mixtures of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(WIDTH, EXPERTS, 2))
+        self.w1, self.b1 = weights(EXPERTS, WIDTH, INNER), nn.Parameter(torch.randn(EXPERTS, INNER))
+        self.w2 = weights(EXPERTS, INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.einsum("bmd,dnp->bmnp", x, self.slots)
+        rows = torch.einsum("bmd,bmnp->bnpd", x, logits.softmax(1))
+        inner = F.gelu(torch.einsum("bnpd,ndh->bnph", rows, self.w1) + self.b1[:, None])
+        done = torch.einsum("bnph,nhd->bnpd", inner, self.w2)
+        return torch.einsum("bnpd,bmnp->bmd", done, logits.flatten(2).softmax(-1).view_as(logits))
+
+
 class Raw(Looped):
     """The router is a bare weight (E, H), of as many rows as there are experts."""
 
@@ -224,6 +261,13 @@ class OneOfFour(Looped):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gates, chosen = super().route(x)
         return gates, chosen * 0
+
+
+class Mean(nn.Module):
+    """The mean over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
 
 
 class InTwoLoops(Looped):
@@ -301,6 +345,18 @@ def sorted_rows() -> Task:
 
 def picked() -> Task:
     return of(Picked, branches="same")
+
+
+def picked_in_sequences() -> Task:
+    return task(lambda: nn.Sequential(Net(PickedInSequences), Mean()), sequences, branches="same")
+
+
+def summed_by_einsum() -> Task:
+    return of(SummedByEinsum, branches="same")
+
+
+def soft() -> Task:
+    return task(lambda: nn.Sequential(Net(Soft), Mean()), sequences, branches="same")
 
 
 def picked_one() -> Task:

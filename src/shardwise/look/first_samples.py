@@ -195,7 +195,8 @@ class _Look:
             # Collective: called by every rank, though a rank asks only where nothing else differs.
             backwards = [] if seen.reads_values else self.run.own_backwards
             asked = bool(seen.reads_values or backwards) and not self.problems
-            refused, notices = choices(self.again, seen.repeats(self.sizes), asked, backwards)
+            every = bool(self.run.own_backwards)
+            refused, notices = choices(self.again, seen.repeats(self.sizes), asked, backwards, every=every)
             self.problems += self.share(refused)
             findings.notices += self.share(notices)
         findings.into_arguments = sorted(seen.into_arguments.paths)

@@ -38,21 +38,26 @@ LOSS_BAR, GRADIENT_BAR = 1e-11, 1e-10
 ALLOWANCE = 100
 DRAWS = 3  # of initial weights: which choices a solver comes to hangs on them
 MOST_DRAWN = 2**24  # parameters: of a larger model one draw is tried, since each takes seconds
+SMALL = 2**16  # elements of a weight whose gradient is compared in a large model
 FLOOR = 1e-4  # of the largest gradient: a true zero does not fail by its rounding
 DOUBLE = Precision.of(Plan(precision="fp64"))
 
 Parts = tuple[Any, Any]  # of a batch
 Gradients = dict[str, torch.Tensor]
 Result = tuple[dict[str, float], Gradients]  # every sum and weight of the loss, and the gradients of its total
-Again = Callable[[bool], "str | None"]  # whether this rank asks -> what differs
+Again = Callable[[bool, bool], "str | None"]  # whether this rank asks, and of every gradient -> what differs
 
 
-def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: int) -> str | None:
+def task_differs(
+    task: Task, module: nn.Module, whole: Any, parts: Parts, seed: int, *, every: bool = True
+) -> str | None:  # fmt: skip
     """Returns the difference of the task's loss on `whole` and on single samples, in float64, as text, or None.
 
     module  the task's, for its size alone
     parts   two, for a loss over pairs of samples, which cannot be taken sample by sample
     seed    of the run: its initial weights are tried, and of a model that is not large those of the next two seeds
+    every   compare every gradient of a large model too; else those of its small weights: another choice of the forward
+            shows in the loss and in what reaches them, and all in float64 would be held four times
 
     Raises `Untried` for a model that is too large for it, that cannot be built, or that has no float64.
     """
@@ -70,6 +75,8 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
         with torch.random.fork_rng(devices=[]), python_restored():
             own = _drawn(task, weights_seed)
         forward = Forward(task, own, DOUBLE, torch.device("cpu"), Axis.alone("data"))
+        if elements > MOST_DRAWN and not every:
+            _hold_large(own)
         # sample by sample shows most; a loss over pairs of samples has none of its terms there
         if task.loss_scope != "global":
             text = differs(own, forward.local, whole, alone)
@@ -78,6 +85,14 @@ def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: 
         if text is not None:
             return text
     return None
+
+
+def _hold_large(module: nn.Module) -> None:
+    """Let large weights take no gradients, where there are small ones that do."""
+    trained = [param for param in module.parameters() if param.requires_grad]
+    if any(param.numel() <= SMALL for param in trained):
+        for param in trained:
+            param.requires_grad_(param.numel() <= SMALL)
 
 
 def _drawn(task: Task, seed: int) -> nn.Module:
@@ -201,12 +216,15 @@ def _nudge(module: nn.Module) -> None:
                 param.mul_((1 + torch.finfo(torch.float64).eps * signs.double()).view(param.shape))
 
 
-def choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> tuple[list[str], list[str]]:
+def choices(
+    again: Again, repeats: str, asked: bool, backwards: list[str], *, every: bool
+) -> tuple[list[str], list[str]]:  # fmt: skip
     """Returns (problems, notices) of choices made by values of a batch, and of mixing backwards. Collective.
 
     repeats    as `Seen.repeats` gives it
     asked      this rank saw values read, or a backward of the user's; others may ask where this one does not
     backwards  `Runner.own_backwards`, of a forward that reads no values
+    every      the user's own backwards ran, so that a gradient may differ where nothing else does
     """
     made = (
         f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
@@ -214,7 +232,7 @@ def choices(again: Again, repeats: str, asked: bool, backwards: list[str]) -> tu
     )
     by = " or ".join(dict.fromkeys(backwards))
     try:
-        differs = again(asked)
+        differs = again(asked, every)
     except Untried as why:  # told and not refused: nothing was shown
         if backwards:
             notice = f"whether {by} gives other gradients for a rank's part of the samples was not tried: {why}"

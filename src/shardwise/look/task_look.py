@@ -132,19 +132,25 @@ def _look_at_few(
     return findings
 
 
-def _in_double(state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool) -> str | None:
+def _in_double(
+    state: RankState, whole: Any, parts: tuple[Any, Any] | None, asked: bool, every: bool
+) -> str | None:  # fmt: skip
     """Returns, where any rank asks, the difference that rank 0 finds in float64, as text; else None. Collective.
+
+    every  this rank asks for every gradient
 
     Raises `Untried` on every rank.
     """
-    if not any(gather_json(asked, state.mesh.world, state.device)):
+    by_rank = gather_json([asked, every], state.mesh.world, state.device)
+    if not any(asks for asks, _ in by_rank):
         return None
 
     def tried() -> tuple[str | None, str | None]:
         assert parts is not None
         try:
             refuse_mixed(state.module)
-            return task_differs(state.task, state.module, whole, parts, state.seed), None
+            every_gradient = any(all_of_them for _, all_of_them in by_rank)
+            return task_differs(state.task, state.module, whole, parts, state.seed, every=every_gradient), None
         except Untried as why:  # sent like a result: `of_first` hands on no such error
             return None, str(why)
 

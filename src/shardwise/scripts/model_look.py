@@ -136,7 +136,7 @@ def look_at_model(
     def of_copy(module: nn.Module, one: tuple[tuple, int]) -> Loss:
         return _OfOutputs(outputs(module, one[0]), one[1], made, torch.device("cpu"))
 
-    def again(asked: bool) -> str | None:
+    def again(asked: bool, _every: bool) -> str | None:  # a copy of the model compares every gradient anyway
         if own is not None and asked:
             refuse_mixed(engine.module)
         alone = [(places.cut(batch, at, at + 1), 1) for at in range(n)]

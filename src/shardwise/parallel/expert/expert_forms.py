@@ -5,6 +5,7 @@ With one expert more, exactly one dim of a result of all experts is larger by on
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -66,14 +67,14 @@ def forms_of_all(func: Callable, args: tuple, kwargs: dict, experts: int) -> lis
 
     None where the operation mixes experts, or gives other than tensors.
     """
-    if func is torch.einsum and _einsum_sums_experts(args):
+    if func is torch.einsum and (not _labels(args)[0] or keeping_experts(args) is not None):
         return None
 
     def grown(leaf: Any) -> Any:
         if isinstance(leaf, ExpertTensor):
             return leaf
         dim = dim_of_experts(func, args, kwargs, leaf, experts)
-        return leaf if dim is None else _Grown(leaf, dim)
+        return leaf if dim is None or leaf.shape[dim] != experts else _Grown(leaf, dim)
 
     grown_args, grown_kwargs = replaced(torch.Tensor, grown, (args, kwargs))
     now, more = (_on_forms(func, grown_args, grown_kwargs, place) for place in (0, 1))
@@ -91,10 +92,13 @@ def forms_of_all(func: Callable, args: tuple, kwargs: dict, experts: int) -> lis
 
 
 def dim_of_experts(func: Callable | None, args: tuple, kwargs: dict, leaf: Any, experts: int) -> int | None:
-    """Returns which dim of an argument beside `ExpertTensor`s (or `NotedResult`s) of all experts counts these."""
+    """Returns which dim of an argument beside `ExpertTensor`s (or `NotedResult`s) of all experts counts these.
+
+    One of size 1, that is broadcast over them, as well; None where there is no such dim.
+    """
     shape = leaf.forms[0].shape if isinstance(leaf, NotedResult) else leaf.shape
     if func is torch.einsum:
-        labels, tensors = _labels(args)
+        labels, _, tensors = _labels(args)
         ways = ((names, _way_of(tensor)) for names, tensor in zip(labels, tensors, strict=False))
         label = next((names[way.dim] for names, way in ways if way is not None), None)
         names = next((names for names, tensor in zip(labels, tensors, strict=False) if tensor is leaf), "")
@@ -104,7 +108,7 @@ def dim_of_experts(func: Callable | None, args: tuple, kwargs: dict, leaf: Any, 
         way = _way_of(other)
         if way is not None:
             dim = len(shape) - (noted_of(other).forms[0].dim() - way.dim)
-            return dim if dim >= 0 and shape[dim] == experts else None
+            return dim if dim >= 0 and shape[dim] in (experts, 1) else None
     return None
 
 
@@ -151,18 +155,40 @@ def _way_of(leaf: Any) -> AllExperts | None:
     return noted.way if isinstance(noted, NotedResult) and isinstance(noted.way, AllExperts) else None
 
 
-def _labels(args: tuple) -> tuple[list[str], list[Any]]:
-    """Returns (labels of each operand of an einsum, the operands); none where they are given otherwise."""
-    if not args or not isinstance(args[0], str) or "." in args[0]:
-        return [], []
+def _labels(args: tuple) -> tuple[list[str], str, list[Any]]:
+    """Returns (labels of each operand of an einsum, of its result, the operands), dots written out as letters.
+
+    None of them where they are given otherwise, without "->", say.
+    """
+    if not args or not isinstance(args[0], str) or "->" not in args[0]:
+        return [], "", []
     tensors = list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else list(args[1:])
-    return args[0].replace(" ", "").split("->")[0].split(","), tensors
+    operands, result = args[0].replace(" ", "").split("->")
+    unused = "".join(letter for letter in string.ascii_letters if letter not in args[0])
+    # dots stand for the last of as many letters as any operand has dims there
+    counts = [
+        _form_of(tensor).dim() - len(names) + 3 if "..." in names else 0
+        for names, tensor in zip(operands.split(","), tensors, strict=False)
+    ]
+    most = max(counts, default=0)
+    labels = [
+        names.replace("...", unused[most - count : most])
+        for names, count in zip(operands.split(","), counts, strict=False)
+    ]
+    return labels, result.replace("...", unused[:most]), tensors
 
 
-def _einsum_sums_experts(args: tuple) -> bool:
-    labels, tensors = _labels(args)
-    if not labels or "->" not in args[0]:
-        return True
-    result = args[0].replace(" ", "").split("->")[1]
-    dims = ((names, _way_of(tensor)) for names, tensor in zip(labels, tensors, strict=False))
-    return any(way is not None and names[way.dim] not in result for names, way in dims)
+def _form_of(operand: Any) -> torch.Tensor:
+    noted = noted_of(operand)
+    return noted.forms[0] if isinstance(noted, NotedResult) else noted
+
+
+def keeping_experts(args: tuple) -> tuple | None:
+    """Returns an einsum's arguments such that the result keeps the experts, over which it sums, as its first dim.
+
+    None where it sums none.
+    """
+    labels, result, tensors = _labels(args)
+    ways = [(names, _way_of(tensor)) for names, tensor in zip(labels, tensors, strict=False)]
+    summed = next((names[way.dim] for names, way in ways if way is not None and names[way.dim] not in result), None)
+    return None if summed is None else (f"{','.join(labels)}->{summed}{result}", *tensors)

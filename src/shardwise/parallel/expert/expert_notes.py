@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from shardwise.parallel.expert.expert_forms import Forms, KnownForms, dim_of_experts, forms_of_all
+from shardwise.parallel.expert.expert_forms import Forms, KnownForms, dim_of_experts, forms_of_all, keeping_experts
 from shardwise.parallel.expert.expert_program import (
     HERE,
     ROWS_DTYPE,
@@ -97,6 +97,10 @@ class ExpertNotes:
         elsewhere = "out" in kwargs or (writes and not isinstance(args[0], ExpertTensor))
         if elsewhere or name == "__setitem__" or _DRAWS.search(name):
             return self._on_values(func, args, kwargs)
+        if func is torch.einsum and any(leaf.noted.of_weights for leaf in tensors_in(args, ExpertTensor)):
+            kept = keeping_experts(args)
+            if kept is not None:  # each expert's summand first: the sum over them is no expert's own
+                return torch.einsum(*kept).sum(0)
         results = self._noted(func, args, kwargs)
         if results is None:
             return self._on_values(func, args, kwargs)

@@ -58,8 +58,11 @@ class StackedReads(ListedCalls):
         self.given.setdefault(child, (args, kwargs))
         super()._entered(child, args, kwargs)
 
-    def mixtures(self) -> Iterator[tuple[nn.Module, int, list[str], list[str]]]:
-        """Yields (module, E, weights (E, ...) of three dims and more, those of two) of each candidate."""
+    def mixtures(self, *, softly: bool = False) -> Iterator[tuple[nn.Module, int, list[str], list[str]]]:
+        """Yields (module, E, weights (E, ...) of three dims and more, those of two) of each candidate.
+
+        softly  those alone in which nothing was chosen, but a softmax ran over E times some slots
+        """
         groups: dict[tuple[nn.Module, int], list[str]] = {}
         for name, chain in self.readers.items():
             if chain and len(self.shapes[name]) > 2:
@@ -71,7 +74,9 @@ class StackedReads(ListedCalls):
                 if len(self.shapes[name]) == 2 and self.shapes[name][0] == experts and chain[-1:] == (child,)
                 and name.startswith(path and f"{path}.")
             ]  # fmt: skip
-            if child in self.given and self._routes(child, self.readers[large[0]], experts):
+            strong = self._routes(child, self.readers[large[0]], experts)
+            weak = any(child is other and size % experts == 0 for other, size in self._weighted)
+            if child in self.given and ((weak and not strong) if softly else strong):
                 yield child, experts, large, small
 
     def _routes(self, child: nn.Module, chain: tuple[nn.Module, ...], experts: int) -> bool:
@@ -94,10 +99,21 @@ def dealt_stacked(
 
     taken  modules of experts that were found already
     """
+    stacks, reasons = _dealt(built, reads, taken, ranks, softly=False)
+    # stacked weights may be an attention's heads, so a softmax of such a size is asked last
+    if not stacks and not taken:
+        stacks, more = _dealt(built, reads, taken, ranks, softly=True)
+        reasons += more
+    return stacks, reasons
+
+
+def _dealt(
+    built: Built, reads: StackedReads, taken: Sequence[Stack], ranks: int, *, softly: bool
+) -> tuple[list[Stack], list[str]]:  # fmt: skip
     stacks, reasons = [], []
     tried: dict[str, tuple[StackedExperts | None, list[str], str]] = {}  # layers of a model are mostly alike
     names_taken = {name for stack in taken for name in stack.names}
-    for child, experts, large, small in reads.mixtures():
+    for child, experts, large, small in reads.mixtures(softly=softly):
         path = reads.paths[child]
         if names_taken & {*large, *small}:
             continue

@@ -105,7 +105,8 @@ class AllExperts(OneExpert):
     def calls(self, leaves: list[torch.Tensor], dims: Sequence[int | None], experts: int) -> Calls:
         pairs = list(zip(leaves, dims, strict=True))
         return [
-            (expert, [leaf if dim is None else leaf.select(dim, expert) for leaf, dim in pairs])
+            # of one that is broadcast over experts, each gets all
+            (expert, [leaf if dim is None else leaf.select(dim, expert % leaf.shape[dim]) for leaf, dim in pairs])
             for expert in range(experts)
         ]
 
@@ -161,22 +162,26 @@ class PickedExperts(OneExpert):
         return form.shape[: self.index.dim()] == self.index.shape
 
     def has_rows(self, tensor: torch.Tensor, dim: int | None, made: torch.Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.shape[0] == self.index.shape[0]
+        return tensor.dim() > 1 and tensor.shape[0] == self.index.shape[0]
 
     def calls(self, leaves: list[torch.Tensor], dims: Sequence[int | None], experts: int) -> Calls:
-        picks = self.index.numel() // max(self.index.shape[0], 1)
-        ones = (1,) * (self.index.dim() - 1)
         flat = self.index.reshape(-1)
         order = flat.argsort(stable=True)
-        rows = []
-        for leaf in leaves:
-            if picks > 1 and leaf.shape[: self.index.dim()] == self.index.shape:  # rows of each pick
-                rows.append(leaf.reshape(-1, *ones, *leaf.shape[self.index.dim() :])[order])
-            else:
-                rows.append(leaf[order // max(picks, 1)])
         counts = flat.bincount(minlength=experts).tolist()
-        pieces = [tensor.split(counts) for tensor in rows]
+        places = torch.unravel_index(order, self.index.shape)
+        pieces = [self._rows(leaf, places).split(counts) for leaf in leaves]
         return [(e, [piece[e] for piece in pieces]) for e, count in enumerate(counts) if count]
+
+    def _rows(self, leaf: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns (n, 1, ..., features) the elements of a tensor at the places of the index, dims as many as it has.
+
+        Its first dims are those of the index, as far as sizes say so; the last one is never taken for one of these.
+        """
+        dims = 0
+        while dims < min(len(places), leaf.dim() - 1) and leaf.shape[dims] in (1, self.index.shape[dims]):
+            dims += 1
+        at = tuple(place if leaf.shape[dim] > 1 else place * 0 for dim, place in enumerate(places[:dims]))
+        return leaf[at].reshape(len(places[0]), *(1,) * (dims - 1), *leaf.shape[dims:])
 
     def joined(self, results: list[torch.Tensor]) -> torch.Tensor:
         order = self.index.reshape(-1).argsort(stable=True)
