@@ -146,10 +146,12 @@ class ExpertParallel:
 
     def notices(self) -> list[str]:
         """Returns one line for the user on how many experts of how many modules are spread."""
-        counts = sorted({stack.experts for stack in self.stacks})
+        counts, first = sorted({stack.experts for stack in self.stacks}), self.stacks[0]
+        # which weights are its experts' was tried, not said: an author sees here whether these are meant
+        leaves = ", ".join(name.removeprefix(f"{first.path}.") for name in first.names) if first.program else ""
         return [
             f"ep={self.axis.size} spreads the experts of {len(self.stacks)} modules, "
-            f"{' or '.join(map(str, counts))} in each ('{self.stacks[0].path}', ...)"
+            f"{' or '.join(map(str, counts))} in each ('{first.path}'{f': {leaves};' if leaves else ','} ...)"
         ]
 
     def local_values(self, value_of: ValueOf) -> ValueOf:

@@ -68,8 +68,9 @@ def find_experts(
         raise RefusedPlan(
             f"ep={ranks}: no experts were found: modules in a list, each given rows that were chosen and that do not "
             "hang on what another gave; a module that chooses rows (topk, argmax, a mask) for stacked parameters "
-            "(E, ...) of three dims or more; or one that holds such and is called with tokens (T, H), experts (T, k) "
-            "as integers and weights (T, k) (docs/techniques/expert.md); tp and zero=3 take the module as it is"
+            "(E, ...) of three dims or more, not of two that a view parts; or one that holds such and is called with "
+            "tokens (T, H), experts (T, k) as integers and weights (T, k) (docs/techniques/expert.md); tp and zero=3 "
+            "take the module as it is"
         )
     for stack in stacks:
         if not stack.members:  # those have been asked (`_dealt_lists`)
