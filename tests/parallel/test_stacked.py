@@ -151,6 +151,11 @@ def test_each_rank_holds_its_experts_alone(pool: RankPool) -> None:
     assert held[1]["layers.0.w1"] == (stacked_tasks.EXPERTS // 2, stacked_tasks.WIDTH, stacked_tasks.INNER)
 
 
+def test_the_forward_of_the_page_is_dealt(pool: RankPool) -> None:
+    parity = verify("expert_tasks:routed_on_the_page", "dp_shard=2,ep=2", pool=pool, timeout_s=120)
+    assert parity.parity, parity.text()
+
+
 def test_rows_dealt_by_masks_without_a_choice_are_found(pool: RankPool) -> None:
     assert [stack.path for stack in found(expert_tasks.dealt())] == ["0.experts"]
     parity = verify("expert_tasks:dealt", "dp_shard=2,ep=2", pool=pool, timeout_s=120)

@@ -301,8 +301,31 @@ class Capacity(nn.Module):
 
 
 def of_the_page() -> Task:
-    """The module that the documentation gives for experts in a list."""
+    """The module of experts that the documentation gives."""
+    experts = _block_of_the_page(1)["Experts"]
+    return task(lambda: nn.Sequential(Capacity(experts(EXPERTS, WIDTH, 5)), nn.Linear(WIDTH, OUT)))
+
+
+def routed_on_the_page() -> Task:
+    """The forward that the documentation gives for stacked weights which it deals rows to itself."""
+    forward = _block_of_the_page(0)["forward"]
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(WIDTH, EXPERTS)
+            self.w1 = nn.Parameter(torch.randn(EXPERTS, WIDTH, 5) / 3)
+            self.w2 = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH) / 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, x)
+
+    return task(lambda: nn.Sequential(Mixture(), nn.Linear(WIDTH, OUT)), branches="same")
+
+
+def _block_of_the_page(number: int) -> dict[str, Any]:
+    """Returns the names that a block of Python on the page of experts makes."""
     page = Path(__file__).parents[2] / "docs" / "techniques" / "expert.md"
     names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
-    exec(page.read_text().split("```python\n")[1].split("```")[0], names)  # its only block of Python
-    return task(lambda: nn.Sequential(Capacity(names["Experts"](EXPERTS, WIDTH, 5)), nn.Linear(WIDTH, OUT)))
+    exec(page.read_text().split("```python\n")[1 + number].split("```")[0], names)
+    return names
