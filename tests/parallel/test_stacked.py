@@ -82,6 +82,7 @@ def test_mixtures_are_found(name: str) -> None:
 @pytest.mark.parametrize(("name", "reason"), [
     ("in_two_loops", "do not all run the same operations, or rows go through them twice"),
     ("dropping", "do not all run the same operations, or rows go through them twice"),
+    ("channels", "no experts were found"),
     ("penalised", "read by other operations than their experts' own"),
 ])  # fmt: skip
 def test_what_is_refused_says_why(name: str, reason: str) -> None:

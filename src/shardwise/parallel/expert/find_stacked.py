@@ -74,21 +74,24 @@ class StackedReads(ListedCalls):
                 if len(self.shapes[name]) == 2 and self.shapes[name][0] == experts and chain[-1:] == (child,)
                 and name.startswith(path and f"{path}.")
             ]  # fmt: skip
-            strong = self._routes(child, self.readers[large[0]], experts)
+            strong = self._routes(child, experts, large)
             weak = any(child is other and size % experts == 0 for other, size in self._weighted)
             if child in self.given and ((weak and not strong) if softly else strong):
                 yield child, experts, large, small
 
-    def _routes(self, child: nn.Module, chain: tuple[nn.Module, ...], experts: int) -> bool:
+    def _routes(self, child: nn.Module, experts: int, large: list[str]) -> bool:
         """Returns whether rows were chosen in the module, or by the one that calls it with what looks like choices."""
         if any(child in running for running in self._chose) or (child, experts) in self._weighted:
             return True
-        tensors = tensors_in(self.given[child])
-        if any(t.dim() == 3 and t.shape[0] == experts for t in tensors):  # rows of each expert
+        integers = [t for t in tensors_in(self.given[child]) if not t.is_floating_point()]
+        widths = {size for name in large for size in self.shapes[name][1:]}
+        rows = [t for t in tensors_in(self.given[child]) if t.dim() > 2 and t.shape[-1] in widths]
+        if any(t.dim() == 3 and t.shape[0] == experts for t in rows):  # rows of each expert
             return True
+        chain = self.readers[large[0]]
         above = chain[chain.index(child) - 1] if chain.index(child) else None
         # integers (which rows are whose), or rows of each expert of each sample
-        told = any(not t.is_floating_point() or (t.dim() > 2 and experts in t.shape[:-1]) for t in tensors)
+        told = bool(integers) or any(experts in t.shape[:-1] for t in rows)
         return told and any(above in running[-2:] for running in self._chose)
 
 
