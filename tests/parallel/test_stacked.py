@@ -28,6 +28,7 @@ WAYS = {
     "given_slots": "every", "sorted_rows": "one", "picked": "picked", "picked_one": "picked", "raw_router": "one",
     "noisy": "one", "one_of_four": "one", "whole_model": "one", "words": "one", "words_picked": "picked",
     "heads": "one", "picked_in_sequences": "picked", "summed_by_einsum": "every", "soft": "every",
+    "shared_norm": "one", "shared_norm_words": "one", "casting": "one", "by_keyword": "picked",
 }  # fmt: skip
 CASES = [
     ("looped", "dp_shard=2,ep=2"), ("written", "tp=2,dp_shard=2,ep=2"), ("slots", "dp_shard=4,ep=2,zero=1"),
@@ -35,7 +36,8 @@ CASES = [
     ("noisy", "dp_replicate=2,dp_shard=2,ep=2,remat=full"), ("whole_model", "dp_shard=2,ep=2,zero=0"),
     ("sorted_rows", "dp_shard=2,ep=2"), ("given_slots", "dp_shard=4,ep=4,zero=2"),
     ("soft", "dp_shard=2,ep=2,zero=1"), ("picked_in_sequences", "tp=2,dp_shard=2,ep=2"),
-    ("summed_by_einsum", "dp_shard=2,ep=2"),
+    ("summed_by_einsum", "dp_shard=2,ep=2"), ("casting", "dp_shard=2,ep=2"), ("by_keyword", "dp_shard=2,ep=2"),
+    ("shared_norm", "tp=2,dp_shard=2,ep=2,zero=1"), ("shared_norm_words", "cp=2,ep=2"),
 ]  # fmt: skip
 PLANS = [
     *(f"dp_shard=2,ep=2,zero={zero}" for zero in range(4)), "dp_shard=4,ep=2", "dp_shard=4,ep=4,zero=1",
@@ -46,7 +48,7 @@ PLANS = [
 ]  # fmt: skip
 INNER = ["cp=2,ep=2", "cp=4,ep=4,zero=1", "cp_ulysses=2,dp_shard=2,ep=4", "cp=2,tp=2,ep=2", "cp=2,dp_shard=2,ep=2,pp=2"]
 LONG = [(name, plan) for name in WAYS for plan in PLANS if not (name == "whole_model" and "pp=" in plan)]
-LONG += [(name, plan) for name in ("words", "words_picked") for plan in INNER]
+LONG += [(name, plan) for name in ("words", "words_picked", "shared_norm_words") for plan in INNER]
 LONG += [
     (name, f"pp=2,dp_shard=2,ep=2,schedule={schedule},microbatches=4,zero={2 if KINDS[schedule].split else 3}")
     for name in ("looped", "slots", "picked") for schedule in SCHEDULES
@@ -82,6 +84,8 @@ def test_mixtures_are_found(name: str) -> None:
 @pytest.mark.parametrize(("name", "reason"), [
     ("in_two_loops", "do not all run the same operations, or rows go through them twice"),
     ("dropping", "do not all run the same operations, or rows go through them twice"),
+    ("own_autocast", "run under torch.autocast or torch.no_grad of the mixture's own"),
+    ("without_gradients", "run under torch.autocast or torch.no_grad of the mixture's own"),
     ("channels", "no experts were found"),
     ("penalised", "read by other operations than their experts' own"),
 ])  # fmt: skip

@@ -208,6 +208,76 @@ class Soft(nn.Module):
         return torch.einsum("bnpd,bmnp->bmd", done, logits.flatten(2).softmax(-1).view_as(logits))
 
 
+class SharedNorm(Looped):
+    """Between its products an expert reads what all share: a norm and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(INNER), nn.Parameter(torch.rand(INNER) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        gates, chosen = self.route(rows)
+        made = torch.zeros_like(rows)
+        for expert in range(EXPERTS):
+            token, choice = torch.where(chosen == expert)
+            inner = self.norm(rows[token] @ self.w1[expert]) * self.scale
+            made.index_add_(0, token, (inner @ self.w2[expert]) * gates[token, choice, None])
+        return made.view_as(x)
+
+
+class Casting(Looped):
+    """Computes its experts in float32, whatever the rows are, in an autocast of its own that is off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.route(x)
+        made = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, choice = torch.where(chosen == expert)
+            with torch.autocast(x.device.type, enabled=False):
+                done = F.gelu(x[token].float() @ self.w1[expert].float()) @ self.w2[expert].float()
+            made.index_add_(0, token, (done * gates[token, choice, None]).to(made.dtype))
+        return made
+
+
+class OwnAutocast(Looped):
+    """Experts under an autocast of the mixture's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.route(x)
+        made = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, choice = torch.where(chosen == expert)
+            with torch.autocast(x.device.type, dtype=torch.bfloat16):
+                done = x[token] @ self.w1[expert] @ self.w2[expert]
+            made.index_add_(0, token, (done * gates[token, choice, None]).to(made.dtype))
+        return made
+
+
+class WithoutGradients(Looped):
+    """Experts without gradients, a router with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.route(x)
+        made = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, choice = torch.where(chosen == expert)
+            with torch.no_grad():
+                done = x[token] @ self.w1[expert] @ self.w2[expert]
+            made.index_add_(0, token, done * gates[token, choice, None])
+        return made
+
+
+class ByKeyword(Looped):
+    """Weights picked by functions that are called by keywords, and by indices that count from the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, chosen = self.gate(x).softmax(-1).max(-1)
+        inner = torch.bmm(x.unsqueeze(1), torch.index_select(input=self.w1, dim=0, index=chosen)).squeeze(1)
+        inner = F.silu(inner + F.embedding(input=chosen, weight=self.b1))
+        return gate[:, None] * torch.bmm(inner[:, None], self.w2[chosen - EXPERTS]).squeeze(1)
+
+
 class Raw(Looped):
     """The router is a bare weight (E, H), of as many rows as there are experts."""
 
@@ -373,6 +443,30 @@ def summed_by_einsum() -> Task:
 
 def soft() -> Task:
     return task(lambda: nn.Sequential(Net(Soft), Mean()), sequences, branches="same")
+
+
+def shared_norm() -> Task:
+    return of(SharedNorm, branches="same")
+
+
+def shared_norm_words() -> Task:
+    return joined_tasks.of_words(lambda: Words(SharedNorm))
+
+
+def casting() -> Task:
+    return of(Casting, branches="same")
+
+
+def own_autocast() -> Task:
+    return of(OwnAutocast)
+
+
+def without_gradients() -> Task:
+    return of(WithoutGradients)
+
+
+def by_keyword() -> Task:
+    return of(ByKeyword, branches="same")
 
 
 def picked_one() -> Task:

@@ -84,14 +84,15 @@ class Choices(TorchDispatchMode):
 
 
 def sums_of_rows(
-    child: nn.Module, chosen: Chosen, value: Callable[[str, torch.Tensor], torch.Tensor]
+    child: nn.Module, chosen: Chosen, value: Callable[[str, torch.Tensor], torch.Tensor], held: int | None = None
 ) -> dict[str, str] | None:
     """Returns {name of a buffer: way} of what a module, with tensors `value(name, tensor)`, adds up over its rows.
 
+    held  elements of which the values are made, where they overlap; None: as many as the weights have
     None where it does to a row what depends on others, or keeps anything else of them.
     """
     # without weights it is no mixture, and a large one would take too long to try
-    if not 0 < sum(param.numel() for param in child.parameters()) <= _MOST:
+    if not 0 < (sum(param.numel() for param in child.parameters()) if held is None else held) <= _MOST:
         return None
     before, generator = ModuleState(child), torch.Generator().manual_seed(0)
     rows = torch.randn(chosen.shape, generator=generator, dtype=torch.float64)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, noted_of
 from shardwise.parallel.expert.ways import AllExperts, OneExpert
@@ -131,7 +131,7 @@ def _form(leaf: Any, place: int) -> torch.Tensor:
 
 def _on_forms(func: Callable, args: tuple, kwargs: dict, place: int) -> tuple[torch.Tensor, ...] | None:
     """Returns the function's results on the meta device; None where it gives other than tensors, or fails."""
-    with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction(), _Draws() as draws:
         call = replaced((torch.Tensor, _Grown), lambda leaf: _form(leaf, place), (args, kwargs))
         # under autocast operands have dtypes that meet on other devices alone: then all in one
         for of_dtypes in (lambda: call, lambda: replaced(torch.Tensor, _in_float32, call)):
@@ -140,10 +140,22 @@ def _on_forms(func: Callable, args: tuple, kwargs: dict, place: int) -> tuple[to
                 results = func(*plain_args, **plain_kwargs)
             except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
                 continue
+            if draws.drew:  # what is drawn is drawn where the forward says so, and for its rows
+                return None
             # named results, and a list of one, are rare enough to want values
             several = list(results) if type(results) in (tuple, list) and len(results) > 1 else [results]
             return tuple(several) if all(isinstance(result, torch.Tensor) for result in several) else None
     return None
+
+
+class _Draws(TorchDispatchMode):
+    """Mode that notes whether anything was drawn."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _in_float32(form: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from shardwise.parallel.expert.expert_program import (
     name_of,
 )  # fmt: skip
 from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, ReadOtherwise, noted_of
+from shardwise.parallel.expert.two_passes import OWN_SWITCHES, switches_now
 from shardwise.parallel.expert.ways import AllExperts, OneExpert, PickedExperts, SortedRows, get_one, product_of_sorted
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -45,7 +46,6 @@ _PICKED = (torch.Tensor.index_select, torch.index_select)
 _GROUPED = tuple(
     func for func in (getattr(torch, "_grouped_mm", None), getattr(nn.functional, "grouped_mm", None)) if func
 )
-_DRAWS = re.compile("dropout|bernoulli|rand|normal_|rrelu")  # in the name of a function
 _WRITES = re.compile(r"[a-z].*[^_]_|__i(?!nvert).*__")
 
 
@@ -64,6 +64,7 @@ class ExpertNotes:
         self.experts, self.answer, self.device, self.shared = experts, answer, device, shared
         self.known_forms = known_forms
         self.program: ExpertProgram | None = None
+        self._switches = switches_now(device)
         self._count = 0
 
     def weight(self, name: str, share: torch.Tensor) -> ExpertTensor:
@@ -76,6 +77,8 @@ class ExpertNotes:
         self, func: Callable | None, args: tuple, kwargs: dict, way: OneExpert, forms: Forms, *,
         of_weights: bool, weight: str | None = None,
     ) -> ExpertTensor:  # fmt: skip
+        if switches_now(self.device) != self._switches:
+            raise ReadOtherwise(f"its experts {OWN_SWITCHES}")
         self._count += 1
         args, kwargs = replaced(ExpertTensor, noted_of, (args, kwargs))
         return ExpertTensor(NotedResult(self._count, func, args, kwargs, way, forms, of_weights, weight), self)
@@ -95,7 +98,7 @@ class ExpertNotes:
             return picked
         writes = bool(_WRITES.fullmatch(name))
         elsewhere = "out" in kwargs or (writes and not isinstance(args[0], ExpertTensor))
-        if elsewhere or name == "__setitem__" or _DRAWS.search(name):
+        if elsewhere or name == "__setitem__":
             return self._on_values(func, args, kwargs)
         if func is torch.einsum and any(leaf.noted.of_weights for leaf in tensors_in(args, ExpertTensor)):
             kept = keeping_experts(args)
@@ -113,17 +116,19 @@ class ExpertNotes:
         """Returns the weights of one expert, of each, or of each row, where the call picks some; else None."""
         if func in _GROUPED:
             return self._grouped(*args, **kwargs)
-        if func is nn.functional.embedding and self._stacked_dim(args[1]) == 0:
-            return self._picked(args[1], args[0])
-        stacked, dim = args[0], self._stacked_dim(args[0])
+        stacked = _argument(args, kwargs, 0, "input")
+        if func is nn.functional.embedding:
+            stacked, stands_for_rows = _argument(args, kwargs, 1, "weight"), stacked
+            return self._picked(stacked, stands_for_rows) if self._stacked_dim(stacked) == 0 else None
+        dim = self._stacked_dim(stacked)
         if dim is None:
             return None
-        if func in _ITERATED and kwargs.get("dim", (*args[1:], 0)[0]) % stacked.dim() == dim:
+        if func in _ITERATED and (_argument(args, kwargs, 1, "dim") or 0) % stacked.dim() == dim:
             return tuple(self._one(torch.Tensor.select, (stacked, dim), {}, n) for n in range(self.experts))
         if func is torch.Tensor.__getitem__ and dim == 0:
             return self._indexed(stacked, args[1] if isinstance(args[1], tuple) else (args[1],))
         if func in (*_SELECTED, *_PICKED):
-            where, index = (*args[1:], *(kwargs[key] for key in ("dim", "index") if key in kwargs))
+            where, index = _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "index")
             if where % stacked.dim() != dim:
                 return None
             if func in _SELECTED:
@@ -162,7 +167,7 @@ class ExpertNotes:
         """Returns the weights of the expert that each element of `index` (rows, ...) names."""
         like = stacked.noted.forms[0]
         form = like.new_empty((*index.shape, *like.shape[1:]))
-        way = PickedExperts(made_dim=index.dim(), index=index)
+        way = PickedExperts(made_dim=index.dim(), index=index, experts=self.experts)
         return self._tensor(torch.Tensor.__getitem__, (stacked, HERE), {}, way, [form], of_weights=True)
 
     def _grouped(self, rows: Any, weights: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -282,6 +287,11 @@ class _Writing:
         self.leaves.append(tensor)
         self.dims.append(dim)
         return GivenRows(len(self.leaves) - 1)
+
+
+def _argument(args: tuple, kwargs: dict, place: int, name: str) -> Any:
+    """Returns an argument that is given by its place or by its name; None where it is not."""
+    return args[place] if len(args) > place else kwargs.get(name)
 
 
 def _value_if_known(tensor: ExpertTensor) -> torch.Tensor:

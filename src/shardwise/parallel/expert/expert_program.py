@@ -20,7 +20,7 @@ from torch.overrides import resolve_name
 
 from shardwise.parallel.expert import ways
 from shardwise.parallel.expert.ways import Here
-from shardwise.trace.leaves import replaced
+from shardwise.trace.leaves import replaced, tensors_in
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,12 @@ class ExpertProgram:
     def names(self) -> frozenset[str]:
         """Returns the names of the stacked weights that it reads."""
         return frozenset(leaf.name for step in self.steps for leaf in step.args if isinstance(leaf, StackedWeight))
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Returns the names of the tensors that all experts share."""
+        leaves = (leaf for step in self.steps for leaf in tensors_in((step.args, step.kwargs), SharedTensor))
+        return frozenset(leaf.name for leaf in leaves)
 
     def encoded(self) -> str:
         """Returns the program as text, which `decoded` reads."""

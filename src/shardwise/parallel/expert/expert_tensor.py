@@ -8,23 +8,16 @@ Its operations are noted by `expert_notes`. Nothing of it is in autograd's graph
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.parallel.expert.ways import OneExpert
 from shardwise.trace.leaves import tensors_in
-
-_METADATA = frozenset(
-    ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "__len__", "element_size",
-     "get_device", "ndimension")
-)  # fmt: skip
-_ATTRIBUTES = frozenset(
-    ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_meta", "is_sparse", "is_leaf",
-     "is_quantized", "is_nested", "names")
-)  # fmt: skip
 
 
 class ReadOtherwise(Exception):
@@ -97,17 +90,26 @@ class ExpertTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        if name in _METADATA or attribute in _ATTRIBUTES:
+        kwargs = kwargs or {}
+        if all(isinstance(arg, int) for arg in (*args[1:], *kwargs.values())) and _tells_of_form(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ExpertTensor))
-        return first.notes.called(func, name, args, kwargs)
+        return first.notes.called(func, getattr(func, "__name__", ""), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise ReadOtherwise(f"{func} reads what stacked weights make past torch's functions")
+
+
+@functools.lru_cache(1024)
+def _tells_of_form(func: Callable) -> bool:
+    """Returns whether a function tells of a tensor's form alone: without values it gives something, and no tensor."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        try:
+            return not tensors_in([func(torch.empty((1, 1), device="meta"))])
+        except Exception:  # it wants values, or more arguments
+            return False
 
 
 def noted_of(tensor: Any) -> Any:

@@ -140,7 +140,9 @@ def _dealt(
             continue
         assert found.program is not None
         own = read_rows(*reads.given[child])
-        sums = None if own is None else sums_of_rows(child, own, random_weights(built, path))
+        make = partial(_random, built, path, leaves, torch.float64, torch.Generator().manual_seed(0))
+        held = sum(p.numel() // (experts if n in leaves else 1) for n, p in child.named_parameters())
+        sums = None if own is None else sums_of_rows(child, own, make(), held)
         stacks.append(Stack(
             path, experts, tuple(f"{path}.{leaf}".removeprefix(".") for leaf in leaves),
             None if own is None or sums is None else own.call, sums=tuple((sums or {}).items()),
@@ -159,7 +161,8 @@ def _tried(
         names = [*large, *chosen]
         found = StackedExperts(call.path, child, names, experts, Axis.alone("ep"))
         try:
-            try_listed(built.module, call, partial(_random, built, call.path, names), found)
+            if try_listed(built.module, call, partial(_random, built, call.path, names), found):
+                raise FailedTrial("an expert draws (dropout), and its rank has no rows' places among all")
         except (FailedTrial, Chained, ReadOtherwise, RunError) as failed:
             why = why or str(failed)
             continue

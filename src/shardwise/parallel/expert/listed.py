@@ -45,6 +45,7 @@ _ATEN = torch.ops.aten
 _CHOOSE = {_ATEN.topk, _ATEN.argmax, _ATEN.sort, _ATEN.argsort}
 _BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value
+_IN_16_BITS = 0.02
 _ROWS = 5
 _PLAIN = (bool, int, float, str)
 _COMPARED = 2**16  # elements of an expert's weight whose gradient is compared: those of others follow from its rows'
@@ -382,7 +383,7 @@ def _same(one: Outcome, two: Outcome, dtype: torch.dtype) -> bool:
 def _close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     if a.shape != b.shape or not b.numel():
         return a.shape == b.shape
-    return bool(((a - b).abs().max() <= _TOLERANCE[dtype] * b.abs().max()) & b.isfinite().all())
+    return bool(((a - b).abs().max() <= _TOLERANCE.get(dtype, _IN_16_BITS) * b.abs().max()) & b.isfinite().all())
 
 
 def _rows_apart(
@@ -391,7 +392,8 @@ def _rows_apart(
     """Returns whether experts draw. Raises `FailedTrial` where their result for a row depends on other rows."""
     draws = False
     for call in asked[:1]:  # they are of one class and one set of shapes
-        tensors = [torch.randn((_ROWS, *tensor.shape[1:]), generator=generator, dtype=dtype)
+        # of its own dtype, which a cast of the module's may have made
+        tensors = [torch.randn((_ROWS, *tensor.shape[1:]), generator=generator, dtype=dtype).to(tensor.dtype)
                    if tensor.is_floating_point() else tensor[:1].expand(_ROWS, *tensor.shape[1:])
                    for tensor in call.tensors]  # fmt: skip
         before, by_python = torch.get_rng_state(), random.getstate()
@@ -405,6 +407,6 @@ def _rows_apart(
             raise FailedTrial("an expert does not give one row for each that it is given")
         with ConstantRandom().watching(nn.Module()):
             each = [listed.call(call.expert, [tensor[row, None] for tensor in tensors]) for row in range(_ROWS)]
-        if not _close(torch.cat(each), together, dtype):
+        if not _close(torch.cat(each), together, together.dtype):
             raise FailedTrial("an expert's result for a row depends on its other rows (batch norm)")
     return draws

@@ -11,7 +11,7 @@ experts' own operations (`expert_program`); then the forward runs with the resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,16 +63,19 @@ class StackedExperts(ListedExperts):
             raise RunError(f"ep={self.axis.size}: '{self.path}': {error}, unlike at the look before the first step; "
                            "use ep=1") from error  # fmt: skip
 
-    def _places(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for name in self.names:
+    def _places(self, names: Iterable[str]) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yields (name, the module that holds it, its attribute there) of tensors of the mixture."""
+        for name in names:
             owner, _, leaf = name.rpartition(".")
             yield name, self.child.get_submodule(owner), leaf
 
     @contextmanager
     def _answering(self, answer: Callable[[int, tuple, dict], Any]) -> Iterator[Callable[[Any], Any]]:
         """Context: stacked weights are stand-ins, experts give `answer`; yields what completes a result."""
-        self._weights = {name: getattr(holder, leaf) for name, holder, leaf in self._places()}
-        named = {**dict(self.child.named_parameters()), **dict(self.child.named_buffers())}
+        self._weights = self._read(self.names)
+        # cut weights and positions make another tensor of a weight at each read: what experts share is read once
+        shared = self._read(self.program.shared) if self.program is not None else {}
+        named = {**dict(self.child.named_parameters()), **dict(self.child.named_buffers()), **shared}
         own = {id(tensor): name for name, tensor in named.items() if name not in self.names}
 
         def answered(expert: int, rows: list[torch.Tensor]) -> torch.Tensor:
@@ -83,32 +86,37 @@ class StackedExperts(ListedExperts):
         notes = ExpertNotes(self.count, answered, self._device(), own, self._known_forms)
         try:
             # in front of the parameters, which looks at writes and the like find where they were
-            for name, holder, leaf in self._places():
+            for name, holder, leaf in self._places(self.names):
                 vars(holder)[leaf] = notes.weight(name, self._weights[name])
+            for name, holder, leaf in self._places(shared):
+                vars(holder)[leaf] = shared[name]
             yield notes.settled
         finally:
-            for _, holder, leaf in self._places():
+            for _, holder, leaf in self._places([*self.names, *shared]):
                 vars(holder).pop(leaf, None)
             self._weights = {}
+
+    def _read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns tensors of the mixture as its forward reads them."""
+        return {name: getattr(holder, leaf) for name, holder, leaf in self._places(names)}
 
     def call(self, expert: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns what an expert that lies here makes of these rows."""
         assert self.program is not None
-        weights = self._weights or {name: getattr(holder, leaf) for name, holder, leaf in self._places()}
-        own = {**dict(self.child.named_parameters()), **dict(self.child.named_buffers())}
-        return self.program.run(expert - self.first, list(tensors), weights.__getitem__, own.__getitem__)
+        weights, shared = self._weights or self._read(self.names), self._read(self.program.shared)
+        return self.program.run(expert - self.first, list(tensors), weights.__getitem__, shared.__getitem__)
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:
         yield
 
     def _device(self) -> torch.device:
-        _, holder, leaf = next(self._places())
+        _, holder, leaf = next(self._places(self.names))
         param = holder._parameters[leaf]
         assert param is not None
         return param.device
 
     def _beside(self, called: list[int]) -> list[torch.Tensor]:
         """Returns this rank's share of each weight: in one process it has a gradient wherever any expert ran."""
-        held = [holder._parameters[leaf] for _, holder, leaf in self._places()]
+        held = [holder._parameters[leaf] for _, holder, leaf in self._places(self.names)]
         return [param for param in held if param is not None and param.requires_grad]

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis, gather_rows
@@ -36,8 +36,10 @@ from shardwise.device import generators_now
 from shardwise.errors import RunError
 from shardwise.host import put, read, require
 from shardwise.parallel.expert.exchange import exchanged
+from shardwise.parallel.expert.expert_tensor import ReadOtherwise
 from shardwise.part import whole
 from shardwise.python_seeds import python_kept
+from shardwise.trace.double import KeepDouble
 from shardwise.trace.leaves import tensors_in
 from shardwise.trace.module_state import ModuleState, kept_in
 
@@ -74,6 +76,7 @@ class ListedExperts:
         self._divide()
         self._forms: dict[Any, tuple[int, ...]] = {}  # of results, by that of the rows
         self._own: dict[int, Callable[..., Any] | None] = {}  # their forwards, while others answer
+        self._switches: tuple | None = None  # `switches_now` when the mixture began
         self._changing: list[tuple[dict[str, Any], str]] = []  # (table, key) of what a forward of the mixture writes
 
     def _divide(self) -> None:
@@ -107,6 +110,7 @@ class ListedExperts:
     def asked(self, child: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[RowsAsked]:
         """Returns the calls of experts that a forward of the mixture makes; what it writes is put back."""
         asked: list[RowsAsked] = []
+        self._switches = switches_now(self._device())
         before = ModuleState(child, only=self._changing or _own_state(child, self.experts))
         with self._answering(lambda expert, a, k: self._noted(asked, expert, a, k)) as finished:
             finished(forward(*args, **kwargs))
@@ -127,6 +131,9 @@ class ListedExperts:
     def _noted(self, asked: list[RowsAsked], expert: int, args: tuple, kwargs: dict) -> torch.Tensor:
         """Returns zeros for the expert's result, and appends the call to `asked`; `RunError` if given no rows."""
         tensors = rows_of(self.keys, args, kwargs)
+        if self._switches not in (None, switches_now(self._device())):
+            told = f"ep={self.axis.size}: the experts of '{self.path}' {OWN_SWITCHES}; use ep=1"
+            raise RunError(told) from ReadOtherwise(f"its experts {OWN_SWITCHES}")
         if tensors is None:
             raise RunError(
                 f"the experts of '{self.path}' are called with other arguments than at the look before the first step: "
@@ -242,8 +249,11 @@ class ListedExperts:
         dtypes = torch.is_autocast_enabled(tensors[0].device.type), torch.get_autocast_dtype(tensors[0].device.type)
         key = (*map(_form, tensors), *dtypes)
         if key not in self._forms:
-            # selective recompute counts operations, and these are in one of its two forwards alone
-            with self._own_forward(), torch.no_grad(), _disable_current_modes():
+            # selective recompute counts operations, and these are in one of its two forwards alone; casts are as in
+            # the forward
+            double = any(isinstance(mode, KeepDouble) for mode in _get_current_dispatch_mode_stack())
+            kept = KeepDouble() if double else nullcontext()
+            with self._own_forward(), torch.no_grad(), _disable_current_modes(), kept:
                 ones = [tensor.detach().new_ones((1, *tensor.shape[1:])) for tensor in tensors]
                 self._forms[key] = _form(whole(self.call(self.first, ones)))
         return self._forms[key]
@@ -254,6 +264,16 @@ class ListedExperts:
 
     def _result_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype:
         return _DTYPES[self._form_of_result(tensors)[0]]
+
+
+# experts compute between the two forwards, outside of such contexts
+OWN_SWITCHES = "run under torch.autocast or torch.no_grad of the mixture's own, and their rank does not"
+
+
+def switches_now(device: torch.device) -> tuple:
+    """Returns what decides dtypes and graphs beside tensors: autocast's dtype on a device, and whether grad is on."""
+    on = torch.is_autocast_enabled(device.type)
+    return on and torch.get_autocast_dtype(device.type), torch.is_grad_enabled()
 
 
 def rows_of(keys: Sequence[Key], args: tuple, kwargs: dict) -> list[torch.Tensor] | None:

@@ -136,7 +136,9 @@ class SortedRows(OneExpert):
     kind = "sorted"
 
     def same(self, other: Any) -> bool:
-        return isinstance(other, SortedRows) and alike(self.offsets, other.offsets)
+        if not isinstance(other, SortedRows):
+            return False
+        return self.offsets is other.offsets or torch.equal(self.offsets, other.offsets)
 
     def calls(self, leaves: list[torch.Tensor], dims: Sequence[int | None], experts: int) -> Calls:
         stops = self.offsets.tolist()
@@ -153,10 +155,19 @@ class PickedExperts(OneExpert):
 
     expert: int = -1
     index: Any = None
+    experts: int = 0
     kind = "picked"
 
+    @property
+    def _flat(self) -> torch.Tensor:
+        """Returns the index in one dim, those that count from the end counted from the first."""
+        flat = self.index.reshape(-1)
+        return torch.where(flat < 0, flat + self.experts, flat)
+
     def same(self, other: Any) -> bool:
-        return isinstance(other, PickedExperts) and alike(self.index, other.index)
+        if not isinstance(other, PickedExperts) or self.index.shape != other.index.shape:
+            return False
+        return self.index is other.index or torch.equal(self._flat, other._flat)
 
     def fits(self, form: torch.Tensor, before: Sequence[torch.Tensor]) -> bool:
         return form.shape[: self.index.dim()] == self.index.shape
@@ -165,7 +176,7 @@ class PickedExperts(OneExpert):
         return tensor.dim() > 1 and tensor.shape[0] == self.index.shape[0]
 
     def calls(self, leaves: list[torch.Tensor], dims: Sequence[int | None], experts: int) -> Calls:
-        flat = self.index.reshape(-1)
+        flat = self._flat
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=experts).tolist()
         places = torch.unravel_index(order, self.index.shape)
@@ -184,7 +195,7 @@ class PickedExperts(OneExpert):
         return leaf[at].reshape(len(places[0]), *(1,) * (dims - 1), *leaf.shape[dims:])
 
     def joined(self, results: list[torch.Tensor]) -> torch.Tensor:
-        order = self.index.reshape(-1).argsort(stable=True)
+        order = self._flat.argsort(stable=True)
         done = torch.cat(results)
         return done[order.argsort()].view(*self.index.shape, *done.shape[1:])
 
@@ -201,8 +212,3 @@ class PickedExperts(OneExpert):
 
 
 WAYS: dict[str, type[OneExpert]] = {way.kind: way for way in (OneExpert, AllExperts, SortedRows, PickedExperts)}
-
-
-def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors of integers hold the same."""
-    return one is other or (one.shape == other.shape and torch.equal(one, other))
