@@ -2,15 +2,16 @@
 
 A candidate is the smallest module whose forward reads all weights (E, ...) of three dims or more that share an E, in
 which rows were chosen (`topk`, `argmax`, a mask) or a softmax over E ran, or which is given rows of each expert, or
-choices by the module that made them. On random weights it must
-show what experts in a list must (`listed`): two forwards give what one gives, results and gradients, and an expert
-treats rows apart. Weights of two dims (biases; but a router may have as many rows) belong to the experts if that works.
+choices by the module that made them. On random weights it must show what experts in a list must (`listed`): two
+forwards give what one gives, results and gradients, and an expert treats rows apart. Weights of two dims (biases; but a
+router may have as many rows) belong to the experts if that works.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,15 @@ from shardwise.errors import RunError
 from shardwise.parallel.expert.choosing import read_rows, sums_of_rows
 from shardwise.parallel.expert.expert_forward import Stack
 from shardwise.parallel.expert.expert_tensor import ReadOtherwise
-from shardwise.parallel.expert.listed import Chained, FailedTrial, ListedCall, ListedCalls, described, try_listed
+from shardwise.parallel.expert.listed import (
+    Chained,
+    FailedTrial,
+    ListedCall,
+    ListedCalls,
+    described,
+    form_of,
+    try_listed,
+)
 from shardwise.parallel.expert.stacked import StackedExperts
 from shardwise.parallel.expert.trial_weights import Values, random_weight, random_weights
 from shardwise.trace.deferred import Built
@@ -114,7 +123,7 @@ def _dealt(
     built: Built, reads: StackedReads, taken: Sequence[Stack], ranks: int, *, softly: bool
 ) -> tuple[list[Stack], list[str]]:  # fmt: skip
     stacks, reasons = [], []
-    tried: dict[str, tuple[StackedExperts | None, list[str], str]] = {}  # layers of a model are mostly alike
+    tried: dict[str, Stack | str] = {}  # layers of a model are mostly alike
     names_taken = {name for stack in taken for name in stack.names}
     for child, experts, large, small in reads.mixtures(softly=softly):
         path = reads.paths[child]
@@ -129,47 +138,51 @@ def _dealt(
             continue
         args, kwargs = tree_map_only(torch.Tensor, described, reads.given[child])
         call = ListedCall(path, (), args, kwargs, ())
-        cut = len(path) + 1 if path else 0
-        form = repr((type(child), [n[cut:] for n in (*large, *small)],
-                     [reads.shapes[n] for n in (*large, *small)], args, kwargs))  # fmt: skip
+        form = form_of(built.module, call)
         if form not in tried:
-            tried[form] = _tried(built, call, experts, [n[cut:] for n in large], [n[cut:] for n in small])
-        found, leaves, why = tried[form]
-        if found is None:
-            reasons.append(f"{told}, but {why}")
+            tried[form] = _tried(built, call, reads.given[child], experts, large, small)
+        outcome = tried[form]
+        if isinstance(outcome, str):
+            reasons.append(f"{told}, but {outcome}")
             continue
-        assert found.program is not None
-        own = read_rows(*reads.given[child])
-        make = partial(_random, built, path, leaves, torch.float64, torch.Generator().manual_seed(0))
-        held = sum(p.numel() // (experts if n in leaves else 1) for n, p in child.named_parameters())
-        sums = None if own is None else sums_of_rows(child, own, make(), held)
-        stacks.append(Stack(
-            path, experts, tuple(f"{path}.{leaf}".removeprefix(".") for leaf in leaves),
-            None if own is None or sums is None else own.call, sums=tuple((sums or {}).items()),
-            program=found.program.encoded(),
-        ))  # fmt: skip
+        names = tuple(f"{path}.{leaf}".removeprefix(".") for leaf in outcome.names)
+        stacks.append(replace(outcome, path=path, names=names))
     return stacks, reasons
 
 
 def _tried(
-    built: Built, call: ListedCall, experts: int, large: list[str], small: list[str]
-) -> tuple[StackedExperts | None, list[str], str]:
-    """Returns (experts that a trial ran, None if none did; the names of their weights; why not)."""
+    built: Built, call: ListedCall, given: tuple[tuple, dict], experts: int, large: list[str], small: list[str]
+) -> Stack | str:  # fmt: skip
+    """Returns the stack that a trial ran, its weights by their names in the mixture; why not, where none did."""
     child, why = built.module.get_submodule(call.path), ""
+    large, small = ([name.removeprefix(f"{call.path}.") for name in names] for names in (large, small))
     subsets = (list(chosen) for count in range(len(small), -1, -1) for chosen in itertools.combinations(small, count))
     for chosen in itertools.islice(subsets, _MOST_TRIALS):
         names = [*large, *chosen]
-        found = StackedExperts(call.path, child, names, experts, Axis.alone("ep"))
+        trial = StackedExperts(call.path, child, names, experts, Axis.alone("ep"))
         try:
-            if try_listed(built.module, call, partial(_random, built, call.path, names), found):
+            if try_listed(built.module, call, partial(_random, built, call.path, names), trial):
                 raise FailedTrial("an expert draws (dropout), and its rank has no rows' places among all")
         except (FailedTrial, Chained, ReadOtherwise, RunError) as failed:
             why = why or str(failed)
             continue
-        if found.program is not None and found.program.names == frozenset(names):
-            return found, names, ""
+        if trial.program is not None and trial.program.names == frozenset(names):
+            stack = Stack(call.path, experts, tuple(names), None, program=trial.program.encoded())
+            return _by_rows(built, child, stack, given)
         why = why or "not all of them are read by every expert"
-    return None, [], why
+    return why
+
+
+def _by_rows(built: Built, child: nn.Module, stack: Stack, given: tuple[tuple, dict]) -> Stack:
+    """Returns the stack, told how its mixture is called where it may be given a rank's own rows alone."""
+    chosen = read_rows(*given)
+    if chosen is None:
+        return stack
+    values = _random(built, stack.path, stack.names, torch.float64, torch.Generator().manual_seed(0))
+    # weights of a stack overlap in memory
+    held = sum(p.numel() // (stack.experts if name in stack.names else 1) for name, p in child.named_parameters())
+    sums = sums_of_rows(child, chosen, values, held)
+    return stack if sums is None else replace(stack, call=chosen.call, sums=tuple(sums.items()))
 
 
 def _random(built: Built, path: str, names: Sequence[str], dtype: torch.dtype, generator: torch.Generator) -> Values:

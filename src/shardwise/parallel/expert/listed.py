@@ -204,7 +204,7 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
             if experts % ranks:
                 raise FailedTrial(f"there are {experts}, which cannot be dealt evenly over {ranks} ranks")
             names = _names_of_members(built.module, call.members)
-            form = _form_of(built.module, call)
+            form = form_of(built.module, call)
             if form not in tried:
                 tried[form] = _outcome(built, call)
             outcome = tried[form]
@@ -232,16 +232,21 @@ def dealt_lists(built: Built, listed: ListedCalls, ranks: int) -> tuple[list[Sta
     return stacks, reasons
 
 
-def _form_of(module: nn.Module, call: ListedCall) -> str:
+def form_of(module: nn.Module, call: ListedCall) -> str:
     """Returns text that is the same for mixtures of the same classes, plain attributes, shapes and arguments."""
     child = module.get_submodule(call.path)
     modules = [
-        (path, type(inner), {key: value for key, value in vars(inner).items() if isinstance(value, _PLAIN)})
+        (path, type(inner), {key: _told_of(value) for key, value in vars(inner).items()})
         for path, inner in child.named_modules()
     ]
     shapes = [(name, tuple(param.shape), param.requires_grad) for name, param in child.named_parameters()]
     members = [path.removeprefix(call.path) for path in call.members]
     return repr((modules, shapes, members, call.keys, call.args, call.kwargs))
+
+
+def _told_of(value: Any) -> Any:
+    """Returns what tells attributes apart that decide what a forward computes: a plain value, a function's name."""
+    return value if isinstance(value, _PLAIN) else getattr(value, "__qualname__", "")
 
 
 def _outcome(built: Built, call: ListedCall) -> Exception | bool:
