@@ -19,7 +19,7 @@ from shardwise.comm import Axis
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.engine.experts import refuse_draws
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
@@ -38,7 +38,7 @@ from shardwise.scripts.model_look import ModelLook, look_at_model, refuse_writes
 from shardwise.scripts.own_backwards import OwnBackwards
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
-from shardwise.scripts.script_lines import Notices, line_of_script, names_line
+from shardwise.scripts.script_lines import Notices, for_good, line_of_script
 from shardwise.scripts.script_loop import Loop
 from shardwise.scripts.spread import Door, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
@@ -57,6 +57,7 @@ class Calls(Loop):
         self.gathers = False  # every call needs all ranks
         self.pieces = False  # ranks hold pieces of weights or state
         self._gate = Gate()
+        self.refused: list[ShardwiseError] = []  # what refused this run: every later call raises the first
         self.inside = 0  # the model's forward, how deep
         self._running: list[bool] = []  # for each call of the model that has begun: it is counted there
         self.notices: Notices = leader.notices if leader is not None else Notices(mesh.rank)
@@ -157,7 +158,7 @@ class Calls(Loop):
         self._classes.changed()
         self.resume()
 
-    @names_line
+    @for_good
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before a forward: returns (args, kwargs) cast, cut to samples and positions; follows draws."""
         assert self.engine is not None
@@ -259,7 +260,7 @@ class Calls(Loop):
             self._gathered.add((operation, line))
             self.notices.say([f"{operation} has no rule for what is cut here, and gathers it: {cost} [{line}]"])
 
-    @names_line
+    @for_good
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Hook after a forward: returns the output as the script's own code may use it: whole, cast, of all samples."""
         assert self.engine is not None
@@ -291,7 +292,8 @@ class Calls(Loop):
     def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Hook after a forward, whatever came of it: of one that raised, a script that goes on finds nothing begun."""
         assert self.engine is not None
-        if self._running.pop():
+        # empty behind a forward that did not begin, since the run is refused
+        if self._running and self._running.pop():
             self.inside -= 1
             self._classes.give_back()
             self.engine.state.phase.same = False

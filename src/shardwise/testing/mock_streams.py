@@ -16,11 +16,11 @@ import torch
 
 
 def unreadable(tensor: torch.Tensor) -> None:
-    """Fill a tensor with what nobody computes: NaN, or the largest integer."""
+    """Fill a tensor with what nobody computes: NaN, True, or an integer of 127 or 255."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     else:
-        tensor.fill_(True if tensor.dtype == torch.bool else -1 % 256)
+        tensor.fill_(True if tensor.dtype == torch.bool else min(255, torch.iinfo(tensor.dtype).max))
 
 
 def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:

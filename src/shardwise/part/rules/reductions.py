@@ -246,7 +246,7 @@ for _name, _along in REDUCTIONS.items():
     over(_name, dims=_each_or_named if _name in ("all", "any") else named, along=_along)
 
 # those whose result over a cut dim is one small collective
-_SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})
+_SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "logsumexp"})
 
 
 @label(*REDUCTIONS)
