@@ -31,7 +31,8 @@ WAYS = {
     "shared_norm": "one", "shared_norm_words": "one", "casting": "one", "by_keyword": "picked",
 }  # fmt: skip
 CASES = [
-    ("looped", "pp=2,dp_shard=2,ep=2,schedule=zbv,microbatches=4,zero=2"), ("written", "tp=2,dp_shard=2,ep=2"), ("slots", "dp_shard=4,ep=2,zero=1"),
+    ("looped", "pp=2,dp_shard=2,ep=2,schedule=zbv,microbatches=4,zero=2"),
+    ("written", "tp=2,dp_shard=2,ep=2"), ("slots", "dp_shard=4,ep=2,zero=1"),
     ("picked", "dp_shard=2,ep=2,zero=2,accumulate=3"), ("words", "cp=2,dp_shard=2,ep=4,zero=1"),
     ("noisy", "dp_shard=2,ep=2,remat=selective"), ("whole_model", "dp_shard=2,ep=2,zero=0"),
     ("sorted_rows", "dp_shard=2,ep=2"), ("given_slots", "dp_shard=4,ep=4,zero=2"),
