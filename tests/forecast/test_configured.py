@@ -172,6 +172,7 @@ CLIP = {"text_config": {**TEXT, "projection_dim": 16}, "vision_config": {**IMAGE
     ("kind", "architecture", "sizes", "seq", "sample"),
     [
         ("bert", "BertModel", TEXT, 16, "input_ids 16"),
+        ("bert", "BertForQuestionAnswering", TEXT, 16, "input_ids 16"),
         ("clip_vision_model", None, IMAGE, None, "pixel_values 3 x 32 x 32"),
         ("clip", "CLIPModel", CLIP, 16, "input_ids 16, pixel_values 3 x 32 x 32"),
         ("t5", "T5Model", {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 96},
@@ -185,6 +186,7 @@ def test_a_model_without_a_head_is_planned_with_a_made_up_loss(
     found = alone(path, seq)
     assert (found.head, found.sample) == ("base", sample)
     assert any("made-up loss" in each for each in found.remarks)
+    assert architecture is None or any(architecture in each for each in found.remarks)
     assert not any("no gradient reaches" in each for each in found.remarks), "all of its outputs count"
     forecast = found.simulate(layout_of(Plan(precision="bf16"), found))
     assert forecast.step_s > 0 and forecast.mfu > 0
@@ -214,6 +216,8 @@ def test_a_made_up_loss_says_how_to_train(tmp_path: Path, capsys: pytest.Capture
     told = capsys.readouterr().out
     assert "a task of your own with your head, loss and data around AutoModel" in told
     assert "planned as CLIPVisionModel, with a made-up loss" in told
+    assert call(["simulate", path, "--plan", "precision=bf16", *where[:4], "--json"]) == 0
+    assert "planned as CLIPVisionModel" in json.loads(capsys.readouterr().out)["notes"][0]
 
 
 class Reads(nn.Module):

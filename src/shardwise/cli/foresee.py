@@ -230,7 +230,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         forecast = possible(subject.simulate(layout))
     lacks, capacity = lacking(parsed), cluster.device.memory_bytes
     answer.fields.update(forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.fits(capacity))
-    answer.fields["runnable"] = lacks or True
+    answer.fields.update(runnable=lacks or True, notes=list(subject.remarks))
     lines = [
         f"{subject.name} under {parsed} on {in_words(cluster)}, {batch}",
         *_idle(parsed.world_size, cluster.world_size),

@@ -299,24 +299,25 @@ MADE_UP = "with a made-up loss, the sum of squares of its outputs: a task of you
 
 
 def base_class(config: Any) -> Any:
-    """Returns transformers' class of the model without a head; None where it has none for such a configuration."""
+    """Returns transformers' class that `architectures` names, else its model without a head; None if it has neither."""
     import transformers
 
     mapping = transformers.AutoModel._model_mapping
     mapped = mapping.get(type(config), None)
     several = mapped if isinstance(mapped, tuple | list) else [mapped]
     named = getattr(config, "architectures", None) or ()
-    return next((kind for kind in several if getattr(kind, "__name__", "") in named), several[0])
+    # one with a head that is not known here (question answering) needs no head: its loss is made up
+    own = [getattr(transformers, name, None) for name in named]
+    fits = [kind for kind in own if inspect.isclass(kind) and vars(kind).get("config_class") is type(config)]
+    return next((kind for kind in (*several, *fits) if getattr(kind, "__name__", "") in named), several[0])
 
 
 def build_base(config: Any) -> nn.Module:
-    """Returns transformers' model without a head, in float32, without a cache of keys and values."""
-    import transformers
-
+    """Returns the model of `base_class`, in float32, without a cache of keys and values."""
     for part in parts_of(config):
         if hasattr(part, "use_cache"):
             part.use_cache = False
-    return transformers.AutoModel.from_config(config, dtype=torch.float32)
+    return base_class(config)._from_config(config, dtype=torch.float32)
 
 
 def in_channels_last(build: Callable[[], nn.Module]) -> nn.Module:
