@@ -31,9 +31,10 @@ WAYS = {
     "shared_norm": "one", "shared_norm_words": "one", "casting": "one", "by_keyword": "picked",
 }  # fmt: skip
 CASES = [
-    ("looped", "dp_shard=2,ep=2"), ("written", "tp=2,dp_shard=2,ep=2"), ("slots", "dp_shard=4,ep=2,zero=1"),
+    ("looped", "pp=2,dp_shard=2,ep=2,schedule=zbv,microbatches=4,zero=2"),
+    ("written", "tp=2,dp_shard=2,ep=2"), ("slots", "dp_shard=4,ep=2,zero=1"),
     ("picked", "dp_shard=2,ep=2,zero=2,accumulate=3"), ("words", "cp=2,dp_shard=2,ep=4,zero=1"),
-    ("noisy", "dp_replicate=2,dp_shard=2,ep=2,remat=full"), ("whole_model", "dp_shard=2,ep=2,zero=0"),
+    ("noisy", "dp_shard=2,ep=2,remat=selective"), ("whole_model", "dp_shard=2,ep=2,zero=0"),
     ("sorted_rows", "dp_shard=2,ep=2"), ("given_slots", "dp_shard=4,ep=4,zero=2"),
     ("soft", "dp_shard=2,ep=2,zero=1"), ("picked_in_sequences", "tp=2,dp_shard=2,ep=2"),
     ("summed_by_einsum", "dp_shard=2,ep=2"), ("casting", "dp_shard=2,ep=2"), ("by_keyword", "dp_shard=2,ep=2"),

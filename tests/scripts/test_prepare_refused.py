@@ -222,6 +222,41 @@ def test_what_came_apart_since_the_last_comparison_is_not_saved(tmp_path: Path, 
     assert not list(tmp_path.glob("**/*.safetensors"))
 
 
+# --- scripts that catch what they are told
+
+
+class Centred(nn.Module):
+    """Takes the mean over the samples at hand from each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        return self.outer(torch.relu(hidden - hidden.mean(0)))
+
+
+def catching(plan: str) -> tuple[list[str], bool]:
+    """A loop that passes over batches that fail; returns the errors and whether the weights are as they were."""
+    prepared, model, optimizer, loader = begin(plan, made(Centred), batches(12))
+    before, errors = weights_of(model), []
+    for x, y in loader:
+        for call in (lambda x=x, y=y: prepared.backward(mse(model, x, y)), optimizer.step, optimizer.zero_grad):
+            try:
+                call()
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    return errors, all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=2,ep=2"])
+def test_a_script_that_catches_a_refusal_is_refused_on_every_batch(plan: str, pool: RankPool) -> None:
+    for errors, as_before in pool.run(catching, 2, plan):
+        assert as_before and len([e for e in errors if e.startswith("RefusedPlan: ")]) >= 3, errors
+        assert len({e.partition(" [")[0] for e in errors if e.startswith("RefusedPlan: ")}) == 1, errors
+
+
 # --- ranks that begin with, or are given, other weights, state and data
 
 

@@ -139,9 +139,11 @@ class _Strings:
 
     def __getitem__(self, at: int) -> str:
         if at not in self.texts:
+            if not 0 <= at < STRING_BYTES:
+                return "?"
             start = _STRINGS_AT + at
             (size,) = _I.unpack_from(self.memory, start)
-            if at > STRING_BYTES or size > STRING_BYTES:
+            if size > STRING_BYTES:
                 return "?"
             self.texts[at] = self.memory[start + 4 : start + 4 + size].decode(errors="replace")
         return self.texts[at]

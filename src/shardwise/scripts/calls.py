@@ -19,7 +19,7 @@ from shardwise.comm import Axis
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.engine.experts import refuse_draws
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
@@ -38,7 +38,7 @@ from shardwise.scripts.model_look import ModelLook, look_at_model, refuse_writes
 from shardwise.scripts.own_backwards import OwnBackwards
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.sample_draws import SampleDraws
-from shardwise.scripts.script_lines import Notices, line_of_script, names_line
+from shardwise.scripts.script_lines import Notices, for_good, line_of_script
 from shardwise.scripts.script_loop import Loop
 from shardwise.scripts.spread import Door, refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.whole_batch import WholeBatch
@@ -65,6 +65,7 @@ class Calls(Loop):
         self.gathers = False  # Whether every forward needs all ranks
         self.pieces = False  # Whether ranks hold pieces of weights or optimizer state
         self._gate = Gate()
+        self.refused: list[ShardwiseError] = []  # what refused this run: every later call raises the first
         self.inside = 0  # nesting depth of the model's forward, 0 outside
         self._running: list[bool] = []  # for each open call, outermost first: whether `inside` counts it
         self.notices: Notices = leader.notices if leader is not None else Notices(mesh.rank)
@@ -170,7 +171,7 @@ class Calls(Loop):
         self._classes.changed()
         self.resume()
 
-    @names_line
+    @for_good
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before a forward: returns (args, kwargs) in the compute dtype, cut to this rank's samples and positions.
 
@@ -265,7 +266,7 @@ class Calls(Loop):
         # nothing is cut; or the outermost call has been; or a submodule is called by itself, on whole arguments
         if self._door is None or self.inside > 1 or self.entries.now is not None:
             # without a door, a tp model may be given another model's cut output: it must see whole tensors
-            cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore
+            cut = self._door is None and self.inside == 1 and self.engine.state.tensor is not None  # type: ignore[union-attr]
             return tree_map_only(Distributed, uncut, (args, kwargs)) if cut else (args, kwargs)
         Gathers.on_gather = None
         call, notice = self._door.enter(args, kwargs)
@@ -280,7 +281,7 @@ class Calls(Loop):
             self._gathered.add((operation, line))
             self.notices.say([f"{operation} has no rule for what is cut here, and gathers it: {cost} [{line}]"])
 
-    @names_line
+    @for_good
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Hook after a forward: returns the output as the script may use it, cast back and of all samples."""
         assert self.engine is not None
@@ -312,7 +313,8 @@ class Calls(Loop):
     def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Hook after a forward, even one that raised: resets this call's state, in case the script goes on."""
         assert self.engine is not None
-        if self._running.pop():
+        # empty behind a forward that did not begin, since the run is refused
+        if self._running and self._running.pop():
             self.inside -= 1
             self._classes.give_back()
             self.engine.state.phase.same = False

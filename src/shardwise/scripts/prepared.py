@@ -144,7 +144,7 @@ def prepare(
     unpacks, loader = (2, None) if loader is _NO_LOADER else (3, loader)
     check_kinds(as_one(model), as_one_optimizer(optimizer))
     if proof is not None and proof.job.plain:  # the one process of a proof, which only records
-        return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore
+        return Plain(model, optimizer, loader, plan, proof, dim=batch_dim, unpacks=unpacks)  # type: ignore[return-value]
     loss_scope = (proof and proof.job.scope) or loss_scope  # type: ignore[assignment]  # its: a remedy that is tried
     model, optimizer = as_one(model), as_one_optimizer(optimizer)
     check_given(model, optimizer, plan, randomness, loss_scope)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 import shardwise
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
+from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError, Stopped, did_you_mean
 
 _OURS = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (shardwise, torch))
 
@@ -53,6 +53,27 @@ def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return called
+
+
+def for_good(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method as `names_line` does; what refuses a run (`Calls.refused`) is raised by every later call too.
+
+    Without it a script that catches an error and goes on to its next batch would train unlike one process from there.
+    """
+    called = names_line(method)
+
+    @wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.refused:
+            raise self.refused[0].with_traceback(None)
+        try:
+            return called(self, *args, **kwargs)
+        except (RefusedPlan, RunError) as error:
+            if not isinstance(error, Stopped):  # a run that was asked to stop is as it should be
+                self.refused.append(error)
+            raise
+
+    return checked
 
 
 @names_line

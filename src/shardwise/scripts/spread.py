@@ -44,16 +44,23 @@ Spread = Callable[[tuple, dict], None]  # called with (args, kwargs) of the firs
 def wait_for_call(model: nn.Module, spread: Spread) -> None:
     """Calls `spread` before the model's first forward in training; every earlier forward runs on the whole model."""
     kind = type(model)
-    done = False
+    begun = False
+    refusal: Exception | None = None
 
     @torch.compiler.disable  # a compiler does not know tensor parts
     @names_line
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal done
-        if self is model and not done and self.training and torch.is_grad_enabled():
+        nonlocal begun, refusal
+        if self is model and refusal is not None:  # the script caught it: forwards that follow would train unspread
+            raise refusal
+        if self is model and not begun and self.training and torch.is_grad_enabled():
             refuse_transform()
-            done = True
-            spread(args, kwargs)
+            begun = True  # first, since looks inside call the model too
+            try:
+                spread(args, kwargs)
+            except Exception as error:
+                refusal = error
+                raise
         return kind.__call__(self, *args, **kwargs)
 
     model.__class__ = unannounced(kind, {"__call__": call})

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.layout.dealing import Share
@@ -32,7 +32,7 @@ from shardwise.scripts.over_ranks import OverRanks, check_loss, check_number, fo
 from shardwise.scripts.part_loader import PartLoader
 from shardwise.scripts.proof.on_ranks import RankSide
 from shardwise.scripts.sample_draws import differentiate
-from shardwise.scripts.script_lines import Notices, names_line, refuse_call
+from shardwise.scripts.script_lines import Notices, for_good, names_line, refuse_call
 from shardwise.scripts.script_profile import ScriptProfile
 from shardwise.scripts.step_hooks import hooks_around, hooks_aside, run_hooks
 from shardwise.step.control import Tally
@@ -58,6 +58,11 @@ class Stepping(OverRanks):
     def notices(self) -> list[str]:
         """Returns notices about this run, as sentences for whoever reads the script's output."""
 
+    @property
+    def refused(self) -> list[ShardwiseError]:
+        """Returns what refused this run, [] as long as nothing did."""
+        return self.calls.refused
+
     def _begin(self) -> None:
         """Sets the state of stepping to that before the first step."""
         self._tally: Tally | None = None  # sums of the current step; None before its first backward
@@ -74,7 +79,7 @@ class Stepping(OverRanks):
 
     # --- what a script calls
 
-    @names_line
+    @for_good
     def backward(
         self, loss: torch.Tensor = None, weight: torch.Tensor | float | None = None, *,
         mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool | None = False,
@@ -194,7 +199,7 @@ class Stepping(OverRanks):
         if self._micro == self.engine.plan.accumulate:
             self._finish()
 
-    @names_line
+    @for_good
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clips gradients to `max_norm`; returns their norm over all ranks before that, a float64 scalar. Collective.
 
@@ -312,7 +317,7 @@ class Stepping(OverRanks):
 
     # --- the optimizer's calls
 
-    @names_line
+    @for_good
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None, optimizer: Optimizer) -> Any:
         """Runs `inner`, the optimizer's own step, over this rank's pieces and returns its result. Collective.
 

@@ -344,5 +344,6 @@ def _messages(ranks: Sequence[Model], layout: Layout, wire: Wire, last: int) -> 
     for rank in ranks:
         small, large = _seen(rank)
         for stage, size in small.messages.items():
-            out[stage] = wire.send(rank.linear(size, large.messages[stage], layout.micro_batch), 0, apart)
+            sent_s = wire.send(rank.linear(size, large.messages[stage], layout.micro_batch), 0, apart)
+            out[stage] = max(out[stage], sent_s)  # the slowest rank's: others wait for it
     return out

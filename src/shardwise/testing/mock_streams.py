@@ -16,11 +16,11 @@ import torch
 
 
 def unreadable(tensor: torch.Tensor) -> None:
-    """Fills a tensor with NaN, True, or 255 (integers), so that a read before the result arrives shows."""
+    """Fills a tensor with NaN, True, or 127 or 255 (integers), so that a read before the result arrives shows."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     else:
-        tensor.fill_(True if tensor.dtype == torch.bool else -1 % 256)
+        tensor.fill_(True if tensor.dtype == torch.bool else min(255, torch.iinfo(tensor.dtype).max))
 
 
 def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, noted_of
+from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, empty_form, noted_of
 from shardwise.parallel.expert.ways import AllExperts, OneExpert
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -29,7 +29,7 @@ class KnownForms:
         """Returns the form of each result of an operation, in a list of one; None where it gives other than tensors."""
         rows, key = _key_of(func, args, kwargs)
         if key in self._known:
-            made = (torch.empty((rows, *dims), dtype=dtype, device="meta") for dims, dtype in self._known[key])
+            made = (empty_form((rows, *dims), dtype) for dims, dtype in self._known[key])
             return [[form] for form in made]
         forms = _on_forms(func, args, kwargs, 0)
         if forms is None:
@@ -118,7 +118,7 @@ class _Grown:
     def __init__(self, tensor: torch.Tensor, dim: int):
         shape = list(tensor.shape)
         shape[dim] += 1
-        self.forms = [torch.empty(size, dtype=tensor.dtype, device="meta") for size in (tensor.shape, shape)]
+        self.forms = [empty_form(size, tensor.dtype) for size in (tensor.shape, shape)]
 
 
 def _form(leaf: Any, place: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from shardwise.parallel.expert.expert_program import (
     StackedWeight,
     name_of,
 )  # fmt: skip
-from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, ReadOtherwise, noted_of
+from shardwise.parallel.expert.expert_tensor import ExpertTensor, NotedResult, ReadOtherwise, empty_form, noted_of
 from shardwise.parallel.expert.two_passes import OWN_SWITCHES, switches_now
 from shardwise.parallel.expert.ways import AllExperts, OneExpert, PickedExperts, SortedRows, get_one, product_of_sorted
 from shardwise.trace.leaves import replaced, tensors_in
@@ -70,7 +70,7 @@ class ExpertNotes:
     def weight(self, name: str, share: torch.Tensor) -> ExpertTensor:
         """Returns what the forward reads as the stacked weight `name`, of which this rank holds `share`."""
         counts = self.experts, self.experts + 1
-        forms = [torch.empty((count, *share.shape[1:]), dtype=share.dtype, device="meta") for count in counts]
+        forms = [empty_form((count, *share.shape[1:]), share.dtype) for count in counts]
         return self._tensor(None, (), {}, AllExperts(dim=0), forms, of_weights=True, weight=name)
 
     def _tensor(

@@ -9,7 +9,7 @@ Its operations are noted by `expert_notes`. Nothing of it is in autograd's graph
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,6 +110,13 @@ def _tells_of_form(func: Callable) -> bool:
             return not tensors_in([func(torch.empty((1, 1), device="meta"))])
         except Exception:  # it wants values, or more arguments
             return False
+
+
+def empty_form(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns a meta tensor of this shape and dtype, made past all modes that watch the forward."""
+    # selective recompute counts operations, and a second forward makes fewer: forms are known by then
+    with _disable_current_modes():
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def noted_of(tensor: Any) -> Any:

@@ -24,7 +24,7 @@ from shardwise.parallel.expert.expert_forms import KnownForms
 from shardwise.parallel.expert.expert_notes import ExpertNotes
 from shardwise.parallel.expert.expert_program import ExpertProgram
 from shardwise.parallel.expert.expert_tensor import ReadOtherwise
-from shardwise.parallel.expert.two_passes import ListedExperts
+from shardwise.parallel.expert.two_passes import ListedExperts, tied
 
 
 class StackedExperts(ListedExperts):
@@ -116,7 +116,16 @@ class StackedExperts(ListedExperts):
         assert param is not None
         return param.device
 
-    def _beside(self, called: list[int]) -> list[torch.Tensor]:
-        """Returns this rank's share of each weight: in one process it has a gradient wherever any expert ran."""
+    def _of_owned(self, *args: Any) -> torch.Tensor:
+        """Returns results of the rows that arrived, behind this rank's share of each weight in the graph.
+
+        In one process a stacked weight has a gradient wherever any expert ran.
+        """
         held = [holder._parameters[leaf] for _, holder, leaf in self._places(self.names)]
-        return [param for param in held if param is not None and param.requires_grad]
+        trained = [param for param in held if param is not None and param.requires_grad]
+        # not the mixture's result: a backward of weights alone (zero-bubble schedules) would begin there, and run
+        # through the exchange on those ranks alone whose experts have rows
+        return tied(super()._of_owned(*args), trained)
+
+    def _beside(self, called: list[int]) -> list[torch.Tensor]:
+        return []

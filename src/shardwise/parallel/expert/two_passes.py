@@ -111,12 +111,15 @@ class ListedExperts:
         """Returns the calls of experts that a forward of the mixture makes; what it writes is put back."""
         asked: list[RowsAsked] = []
         self._switches = switches_now(self._device())
-        before = ModuleState(child, only=self._changing or _own_state(child, self.experts))
+        # selective recompute counts operations: what is copied and put back differs between its two forwards
+        with _disable_current_modes():
+            before = ModuleState(child, only=self._changing or _own_state(child, self.experts))
         with self._answering(lambda expert, a, k: self._noted(asked, expert, a, k)) as finished:
             finished(forward(*args, **kwargs))
         # of all attributes (a configuration among them) the first forward shows which are written
         self._changing = self._changing or [*before.changed(), *_buffers(child, self.experts)]
-        before.restore()
+        with _disable_current_modes():
+            before.restore()
         return asked
 
     @contextmanager

@@ -249,7 +249,7 @@ for _name, _along in REDUCTIONS.items():
     over(_name, dims=_each_or_named if _name in ("all", "any") else named, along=_along)
 
 # reductions in the loss over which classes may stay cut, since the result is one small collective
-_SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})
+_SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "logsumexp"})
 
 
 @label(*REDUCTIONS)
