@@ -19,7 +19,7 @@ OptimizerFn = Callable[[list[dict]], Optimizer]
 def named_groups(params: Sequence[torch.Tensor]) -> list[dict]:
     """Returns the groups that `Task.optimizer` receives, as dicts {"name", "params"}; an empty group is left out.
 
-    "no_decay" has the parameters with fewer than two dims (biases, norms' weights), and "weight_decay": 0.0.
+    The group "no_decay" has the parameters with fewer than two dims (biases, weights of norms) and a weight decay of 0.
     """
     decay = [param for param in params if param.dim() >= 2]
     no_decay = [param for param in params if param.dim() < 2]
